@@ -1,0 +1,140 @@
+"""One public function per verb: ``step_``, ``fold_``, ``standard_``; validation, then dispatch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from replayssm.errors import ContractError
+from replayssm.ops import reference
+from replayssm.ops.dispatch import choose
+from replayssm.ops.validation import check_block, check_tensor
+from replayssm.types import Block, Impl, LayerSpec, ReadDepth
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from replayssm.ring import BlockPlan
+    from replayssm.storage import LayerStore
+
+__all__ = ["fold_", "standard_", "step_"]
+
+
+def step_(
+    store: LayerStore,
+    plan: BlockPlan,
+    block: Block,
+    *,
+    depth: ReadDepth | Sequence[ReadDepth] = ReadDepth.FULL,
+    impl: Impl = Impl.AUTO,
+    out: Tensor | None = None,
+    debug: bool = False,
+) -> Tensor:
+    """Fold what is due, append a block's entries to the rings, and return its outputs.
+
+    Mutates the planes of rows that reach a boundary, the rings at the block's positions, and
+    ``out``. Counts do not move: commit the forward's ticket for that.
+
+    Args:
+        store: Tensors of one layer.
+        plan: Rows of this forward, shared by all layers.
+        block: ``[B, T, ...]`` inputs; T = 1 is an ordinary step.
+        depth: Planes to read, for all rows or per row.
+        impl: Implementation.
+        out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+        debug: Refuse NaN and infinite inputs.
+
+    Returns:
+        ``[B, T, HV, V]``; pad rows and tokens past a row's length are 0.
+
+    Raises:
+        ContractError: An argument does not fit; nothing was changed.
+        UnsupportedError: ``impl`` cannot serve this device.
+    """
+    device = store.high.device
+    check_block(store.spec.layer, plan, block, device, finite=debug)
+    depths = _per_row(depth, plan.rows)
+    out = _output(out, block, device)
+    ring = store.spec.ring
+    if int(plan.lengths.max(initial=0)) > ring.max_block:
+        raise ContractError("block", f"at most max_block ({ring.max_block}) tokens", block.tokens)
+    is_tree = block.parents is not None
+    if choose(impl, device, tiles=ring.tiles, tree=is_tree) is Impl.CPU:
+        from replayssm.ops import cpu
+
+        cpu.step_(store, plan, block, depths, out)
+    else:
+        reference.step_(store, plan, block, depths, out)
+    return out
+
+
+def fold_(store: LayerStore, plan: BlockPlan, *, impl: Impl = Impl.AUTO) -> None:
+    """Bring every row's planes to its newest boundary at or before ``committed - keep``.
+
+    Mutates planes and scales only.
+    """
+    if choose(impl, store.high.device, tiles=store.spec.ring.tiles) is Impl.CPU:
+        from replayssm.ops import cpu
+
+        cpu.fold_(store, plan)
+    else:
+        reference.fold_(store, plan)
+
+
+def standard_(
+    state: Tensor,
+    layer: LayerSpec,
+    plan: BlockPlan,
+    block: Block,
+    *,
+    impl: Impl = Impl.AUTO,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Run the standard step, which rewrites the whole state for every token.
+
+    Mutates ``state`` at the plan's slots and ``out``.
+
+    Args:
+        state: ``[S, HV, V, K]`` fp32 or bf16 (then rounded after every token).
+        layer: Geometry.
+        plan: Rows; only ``slots`` and ``lengths`` are read.
+        block: ``[B, T, ...]`` inputs, a chain.
+        impl: Implementation.
+        out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+
+    Returns:
+        ``[B, T, HV, V]``.
+
+    Raises:
+        ContractError: An argument does not fit; nothing was changed.
+    """
+    check_block(layer, plan, block, state.device)
+    shape = (state.shape[0], layer.value_heads, layer.value_dim, layer.key_dim)
+    check_tensor("state", state, shape, state.device)
+    if block.parents is not None:
+        raise ContractError("parents", "None for the standard path", "a tree")
+    out = _output(out, block, state.device)
+    if choose(impl, state.device) is Impl.CPU:
+        from replayssm.ops import cpu
+
+        cpu.standard_(state, plan, block, layer.write, out)
+    else:
+        reference.standard_(state, plan, block, layer.write, out)
+    return out
+
+
+def _per_row(depth: ReadDepth | Sequence[ReadDepth], rows: int) -> list[ReadDepth]:
+    if isinstance(depth, str):
+        return [ReadDepth(depth)] * rows
+    if len(depth) != rows:
+        raise ContractError("depth", f"one read depth or {rows} of them", f"{len(depth)} of them")
+    return [ReadDepth(d) for d in depth]
+
+
+def _output(out: Tensor | None, block: Block, device: torch.device) -> Tensor:
+    if out is None:
+        return torch.empty_like(block.v, memory_format=torch.contiguous_format)
+    check_tensor("out", out, tuple(block.v.shape), device)
+    return out

@@ -1,0 +1,357 @@
+"""The specification: every operation in plain torch, any dtype up to fp64.
+
+Read beside the algebra in :mod:`replayssm.types`. Functions on one row take heads expanded to HV:
+
+    state ``[HV, V, K]``   k, q ``[n, HV, K]``   v ``[n, HV, V]``   g ``[n, HV, 1 or K]``   w ``[n, HV]``
+
+with entry 0 the oldest. Decays are products of ``exp`` of single gates or of segment sums, never
+differences of prefix sums, so a gate of exactly zero decay is harmless.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from replayssm.formats import (
+    GENERATIONS,
+    Planes,
+    column_amax,
+    column_scale,
+    decode,
+    encode,
+)
+from replayssm.ring import tile_rows
+from replayssm.types import Block, Decay, ReadDepth, Write
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from replayssm.ring import BlockPlan
+    from replayssm.storage import LayerStore
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """n entries of one row, oldest first, heads expanded to HV; see the module docstring."""
+
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    w: Tensor
+
+    def __len__(self) -> int:
+        return int(self.k.shape[0])
+
+    def select(self, index: slice | list[int]) -> Entries:
+        """Return the entries at ``index``, in that order."""
+        return Entries(self.k[index], self.v[index], self.g[index], self.w[index])
+
+    def rows(self, rows: range) -> Entries:
+        """Return the entries restricted to a tile of value rows."""
+        return Entries(self.k, self.v[..., rows.start : rows.stop], self.g, self.w)
+
+
+def write_entry(state: Tensor, entries: Entries, i: int, write: Write) -> Tensor:
+    """Return ``S_t`` after entry ``i``: ``S D + u k^T``."""
+    k, v, w = entries.k[i], entries.v[i], entries.w[i].unsqueeze(-1)
+    state = state * entries.g[i].exp().unsqueeze(-2)
+    if write is Write.DELTA:
+        v = v - torch.einsum("hvk,hk->hv", state, k)
+    return state + (w * v).unsqueeze(-1) * k.unsqueeze(-2)
+
+
+def recurrence(state: Tensor, q: Tensor, entries: Entries, write: Write) -> tuple[Tensor, Tensor]:
+    """Run the serial recurrence: the oracle of every other path.
+
+    Returns:
+        ``(y [n, HV, V], S_n [HV, V, K])``.
+    """
+    outputs = []
+    for i in range(len(entries)):
+        state = write_entry(state, entries, i, write)
+        outputs.append(torch.einsum("hvk,hk->hv", state, q[i]))
+    return torch.stack(outputs), state
+
+
+def pull_back(x: Tensor, entries: Entries, write: Write) -> tuple[Tensor, Tensor]:
+    """Carry a query back through entries, newest first.
+
+    Args:
+        x: ``[HV, K]`` key-side vector that acts after the newest entry.
+        entries: The entries between the checkpoint and the query.
+        write: Additive or delta.
+
+    Returns:
+        ``(x [HV, K], y [HV, V])``: the vector that acts on the state before the oldest entry, and
+        the entries' own part of the output, ``sum_j c_j v_j``.
+    """
+    y = torch.zeros_like(entries.v[0]) if len(entries) else x.new_zeros(x.shape[0], 0)
+    for j in reversed(range(len(entries))):
+        c = entries.w[j] * (entries.k[j] * x).sum(-1)
+        y = y + c.unsqueeze(-1) * entries.v[j]
+        if write is Write.DELTA:
+            x = x - c.unsqueeze(-1) * entries.k[j]
+        x = entries.g[j].exp() * x
+    return x, y
+
+
+def fold_serial(state: Tensor, entries: Entries, write: Write) -> Tensor:
+    """Fold entries into a state one at a time, in the standard step's own operation order."""
+    for i in range(len(entries)):
+        state = write_entry(state, entries, i, write)
+    return state
+
+
+def fold_blocked(state: Tensor, entries: Entries, write: Write) -> Tensor:
+    """Fold entries into a state as matrix products.
+
+    Additive: one product. Delta: the UT transform ``U = (I + A)^-1 R`` with A strictly lower,
+    ``A_st = w_s k_s . D_{t+1..s} k_t`` and ``R_s = w_s (v_s - S D_{1..s} k_s)``.
+    """
+    n = len(entries)
+    if not n:
+        return state
+    # after[t] = decay of everything behind entry t: the segment sum over t+1..n-1, formed before exp
+    after = torch.stack([entries.g[t + 1 :].sum(0) for t in range(n)]).exp()
+    values = entries.w.unsqueeze(-1) * entries.v
+    if write is Write.DELTA:
+        values = _corrected_values(state, entries, values)
+    decayed = state * entries.g.sum(0).exp().unsqueeze(-2)
+    return decayed + torch.einsum("nhv,nhk->hvk", values, after * entries.k)
+
+
+def _corrected_values(state: Tensor, entries: Entries, values: Tensor) -> Tensor:
+    n, (k, g, w) = len(entries), (entries.k, entries.g, entries.w)
+    upto = torch.stack([g[: s + 1].sum(0) for s in range(n)]).exp()
+    residual = values - w.unsqueeze(-1) * torch.einsum("hvk,nhk->nhv", state, upto * k)
+    lower = torch.zeros(k.shape[1], n, n, dtype=k.dtype, device=k.device)
+    for s in range(n):
+        for t in range(s):
+            between = g[t + 1 : s + 1].sum(0).exp()
+            lower[:, s, t] = w[s] * (k[s] * between * k[t]).sum(-1)
+    eye = torch.eye(n, dtype=k.dtype, device=k.device)
+    solved = torch.linalg.solve_triangular(lower + eye, residual.transpose(0, 1), upper=False)
+    return solved.transpose(0, 1)
+
+
+def expand_heads(x: Tensor, value_heads: int, dim: int) -> Tensor:
+    """Repeat key heads along ``dim`` so that every value head has its own."""
+    return x.repeat_interleave(value_heads // x.shape[dim], dim=dim)
+
+
+def gather(store: LayerStore, slot: int, start: int, stop: int, dtype: torch.dtype) -> Entries:
+    """Return a slot's entries at absolute positions ``start .. stop - 1``, heads expanded."""
+    ring_len, hv = store.spec.ring.ring_len, store.spec.layer.value_heads
+    index = [p % ring_len for p in range(start, stop)]
+    k = expand_heads(store.k[slot][:, index], hv, 0)
+    g = store.g[slot][:, index]
+    if store.spec.layer.decay is Decay.SCALAR:
+        g = g.unsqueeze(-1)
+    fields = (k, store.v[slot][:, index], g, store.w[slot][:, index])
+    return Entries(*(x.transpose(0, 1).to(dtype) for x in fields))
+
+
+def append_(store: LayerStore, plan: BlockPlan, block: Block) -> None:
+    """Write each row's entries to the rings at positions ``committed .. committed + length - 1``."""
+    for row in range(plan.rows):
+        slot, first = int(plan.slots[row]), int(plan.committed[row])
+        if slot < 0:
+            continue
+        for t in range(int(plan.lengths[row])):
+            at = (first + t) % store.spec.ring.ring_len
+            store.k[slot, :, at] = block.k[row, t].to(store.k.dtype)
+            store.v[slot, :, at] = block.v[row, t].to(store.v.dtype)
+            store.g[slot, :, at] = block.g[row, t].float()
+            store.w[slot, :, at] = block.w[row, t].float()
+
+
+def fold_(store: LayerStore, plan: BlockPlan) -> None:
+    """Bring every row's planes from ``folded`` to ``committed``, boundary by boundary.
+
+    Rewrites the planes and scales of each value tile that reaches a boundary. The fold is serial,
+    in fp32, from the raw ring and both planes, so neither the ring nor the read depth leaves a
+    trace in the checkpoint.
+    """
+    ring = store.spec.ring
+    for row in range(plan.rows):
+        slot = int(plan.slots[row])
+        if slot < 0:
+            continue
+        base, old, new = int(plan.base[row]), int(plan.folded[row]), int(plan.committed[row])
+        at = [ring.folded_to(i, base, old) for i in range(ring.tiles)]
+        due = [
+            (stop, i)
+            for i in range(ring.tiles)
+            for stop in ring.boundaries(i, at[i], ring.folded_to(i, base, max(old, new)))
+        ]
+        for stop, tile in sorted(due):
+            _fold_tile(store, slot, tile, at[tile], stop)
+            at[tile] = stop
+
+
+def _fold_tile(store: LayerStore, slot: int, tile: int, start: int, stop: int) -> None:
+    spec, ring = store.spec, store.spec.ring
+    rows = tile_rows(tile, ring.tiles, spec.layer.value_dim)
+    cycle = ring.cycle(tile, stop)
+    state = decode_tile(store, slot, tile, start, ReadDepth.FULL)
+    entries = gather(store, slot, start, stop, torch.float32).rows(rows)
+    state = fold_serial(state, entries, spec.layer.write)
+    columns = None
+    if store.columns is not None:
+        generations = store.columns[slot]
+        columns, collecting = generations[cycle % GENERATIONS], generations[(cycle + 1) % GENERATIONS]
+        if tile == 0:
+            columns.copy_(column_scale(columns.float()))
+            collecting.zero_()
+        amax = column_amax(state).clamp(max=torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
+        collecting.copy_(torch.maximum(collecting, amax))
+    fresh, planes = encode(state, spec.format, columns), _tile_planes(store, slot, rows)
+    planes.high.copy_(fresh.high)
+    if planes.low is not None and fresh.low is not None:
+        planes.low.copy_(fresh.low)
+    if planes.row_scale is not None and fresh.row_scale is not None:
+        planes.row_scale.copy_(fresh.row_scale)
+
+
+def _tile_planes(store: LayerStore, slot: int, rows: range) -> Planes:
+    whole, cut = store.planes(slot), slice(rows.start, rows.stop)
+    low = None if whole.low is None else whole.low[:, cut]
+    row_scale = None if whole.row_scale is None else whole.row_scale[:, cut]
+    return Planes(whole.high[:, cut], low, row_scale)
+
+
+def decode_tile(
+    store: LayerStore, slot: int, tile: int, position: int, depth: ReadDepth
+) -> Tensor:
+    """Return ``[HV, rows, K]`` fp32, a tile that stands at ``position`` as a read of ``depth`` sees it."""
+    rows = tile_rows(tile, store.spec.ring.tiles, store.spec.layer.value_dim)
+    columns = None
+    if store.columns is not None:
+        columns = store.columns[slot, store.spec.ring.cycle(tile, position) % GENERATIONS]
+    return decode(_tile_planes(store, slot, rows), store.spec.format, depth, columns)
+
+
+def step_(
+    store: LayerStore,
+    plan: BlockPlan,
+    block: Block,
+    depth: Sequence[ReadDepth],
+    out: Tensor,
+    compute: torch.dtype = torch.float32,
+) -> None:
+    """Fold what is due, append the block's entries and write its outputs.
+
+    Rewrites planes that reach a boundary, the ring positions of the block, and ``out``.
+
+    Args:
+        store: Layer tensors.
+        plan: Rows of this forward.
+        block: Inputs, a chain or a tree.
+        depth: Read depth of each row.
+        out: ``[B, T, HV, V]``; pad rows and tokens past a row's length get 0.
+        compute: dtype of the arithmetic after decoding; fp64 gives the oracle of an error budget.
+    """
+    fold_(store, plan)
+    append_(store, plan, block)
+    out.zero_()
+    for row in range(plan.rows):
+        if plan.slots[row] >= 0:
+            _read_row(store, plan, block, row, depth[row], out[row], compute)
+
+
+def _read_row(
+    store: LayerStore,
+    plan: BlockPlan,
+    block: Block,
+    row: int,
+    depth: ReadDepth,
+    out: Tensor,
+    compute: torch.dtype,
+) -> None:
+    ring, layer = store.spec.ring, store.spec.layer
+    slot, base, first = (int(x[row]) for x in (plan.slots, plan.base, plan.committed))
+    folded = max(int(plan.folded[row]), first)
+    q = expand_heads(block.q[row].to(compute), layer.value_heads, 1)
+    for tile in range(ring.tiles):
+        at = ring.folded_to(tile, base, folded)
+        rows = tile_rows(tile, ring.tiles, layer.value_dim)
+        state = decode_tile(store, slot, tile, at, depth).to(compute)
+        length = int(plan.lengths[row])
+        entries = gather(store, slot, at, first + length, compute).rows(rows)
+        for t in range(length):
+            path = list(range(first - at)) + [first - at + n for n in ancestors(block, row, t)]
+            x, y = pull_back(q[t], entries.select(path), layer.write)
+            y = torch.einsum("hvk,hk->hv", state, x) + y
+            out[t, :, rows.start : rows.stop] = y.to(out.dtype)
+
+
+def ancestors(block: Block, row: int, token: int) -> list[int]:
+    """Return the block's nodes from the root to ``token``, both included, oldest first."""
+    if block.parents is None:
+        return list(range(token + 1))
+    path = []
+    while token >= 0:
+        path.append(token)
+        token = int(block.parents[row, token])
+    return path[::-1]
+
+
+def materialise(
+    store: LayerStore, slot: int, base: int, folded: int, position: int
+) -> Tensor:
+    """Return the ``[HV, V, K]`` fp32 state at ``position``; the slot is untouched.
+
+    Args:
+        store: Layer tensors.
+        slot: Slot index.
+        base: The slot's position at admission.
+        folded: Committed count the planes were brought to.
+        position: Absolute token count, not before any tile's checkpoint.
+    """
+    ring, tiles = store.spec.ring, []
+    for tile in range(ring.tiles):
+        at = ring.folded_to(tile, base, folded)
+        rows = tile_rows(tile, ring.tiles, store.spec.layer.value_dim)
+        state = decode_tile(store, slot, tile, at, ReadDepth.FULL)
+        entries = gather(store, slot, at, position, torch.float32).rows(rows)
+        tiles.append(fold_serial(state, entries, store.spec.layer.write))
+    return torch.cat(tiles, dim=1)
+
+
+def admit_(store: LayerStore, slot: int, state: Tensor) -> None:
+    """Overwrite a slot's planes and scales with an encoded ``[HV, V, K]`` state."""
+    columns = None
+    if store.columns is not None:
+        columns = column_scale(column_amax(state.float()))
+        store.columns[slot] = columns
+    fresh = encode(state.float(), store.spec.format, columns)
+    store.high[slot] = fresh.high
+    if store.low is not None and fresh.low is not None:
+        store.low[slot] = fresh.low
+    if store.row_scale is not None and fresh.row_scale is not None:
+        store.row_scale[slot] = fresh.row_scale
+
+
+def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: Tensor) -> None:
+    """Run the standard step: rewrite each row's state ``[S, HV, V, K]`` token by token.
+
+    The state may be fp32 or bf16 (rounded after every token, before it is read again); the output is
+    computed from the state before that rounding.
+    """
+    out.zero_()
+    hv = state.shape[1]
+    for row in range(plan.rows):
+        slot, length = int(plan.slots[row]), int(plan.lengths[row])
+        if slot < 0:
+            continue
+        g = block.g[row] if block.g.ndim == 4 else block.g[row].unsqueeze(-1)
+        k, q = (expand_heads(x[row].float(), hv, 1) for x in (block.k, block.q))
+        entries = Entries(k, block.v[row].float(), g.float(), block.w[row].float())
+        for t in range(length):
+            fresh = write_entry(state[slot].float(), entries, t, write)
+            out[row, t] = torch.einsum("hvk,hk->hv", fresh, q[t]).to(out.dtype)
+            state[slot] = fresh.to(state.dtype)

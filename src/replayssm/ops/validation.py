@@ -1,0 +1,75 @@
+"""Checks of shapes, dtypes, devices and values, shared by every implementation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from replayssm.errors import ContractError
+from replayssm.types import Block, Decay, LayerSpec
+
+if TYPE_CHECKING:
+    from replayssm.ring import BlockPlan
+
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def block_shapes(layer: LayerSpec, rows: int, tokens: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape that every field of a :class:`Block` must have."""
+    h, hv = layer.key_heads, layer.value_heads
+    gate = (hv,) if layer.decay is Decay.SCALAR else (hv, layer.key_dim)
+    return {
+        "q": (rows, tokens, h, layer.key_dim),
+        "k": (rows, tokens, h, layer.key_dim),
+        "v": (rows, tokens, hv, layer.value_dim),
+        "g": (rows, tokens, *gate),
+        "w": (rows, tokens, hv),
+    }
+
+
+def check_block(
+    layer: LayerSpec, plan: BlockPlan, block: Block, device: torch.device, *, finite: bool = False
+) -> None:
+    """Refuse a block that does not fit the layer or the plan; nothing is changed.
+
+    Args:
+        layer: Geometry the block must have.
+        plan: The forward's plan; it decides B and the least T.
+        block: Inputs.
+        device: Where the layer's tensors are.
+        finite: Also refuse NaN and infinite values (debug mode; costs a pass over the inputs).
+    """
+    if block.q.ndim != 4:
+        raise ContractError("q", "4 dimensions [B, T, H, K]", tuple(block.q.shape))
+    tokens = block.tokens
+    longest = int(plan.lengths.max(initial=0))
+    if tokens < longest:
+        raise ContractError("q", f"at least {longest} tokens, as planned", f"{tokens} tokens")
+    for name, shape in block_shapes(layer, plan.rows, tokens).items():
+        check_tensor(name, getattr(block, name), shape, device)
+        if finite and not bool(torch.isfinite(getattr(block, name)).all()):
+            raise ContractError(name, "finite values", "NaN or infinity")
+    if block.parents is not None:
+        check_parents(block.parents, plan.rows, tokens)
+
+
+def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse a tensor of another shape, dtype class or device."""
+    if tuple(x.shape) != shape:
+        raise ContractError(name, f"shape {shape}", tuple(x.shape))
+    if x.dtype not in INPUT_DTYPES:
+        raise ContractError(name, f"one of {INPUT_DTYPES}", x.dtype)
+    if x.device != device:
+        raise ContractError(name, f"device {device}", x.device, "move it with .to()")
+
+
+def check_parents(parents: Tensor, rows: int, tokens: int) -> None:
+    """Refuse parents that are not a topologically ordered forest."""
+    if tuple(parents.shape) != (rows, tokens) or parents.dtype != torch.int64:
+        expected = f"int64 of shape {(rows, tokens)}"
+        raise ContractError("parents", expected, f"{parents.dtype} {tuple(parents.shape)}")
+    own = torch.arange(tokens, device=parents.device)
+    if bool(((parents >= own) | (parents < -1)).any()):
+        raise ContractError("parents", "-1 <= parents[b, t] < t", parents.tolist())

@@ -1,0 +1,109 @@
+"""Positions, boundaries, sizes, and what is folded when: integers only, no tensors.
+
+A slot has three absolute token counts:
+
+* ``base``: tokens in the checkpoint when the slot was admitted;
+* ``committed``: tokens of the sequence, the one number that moves;
+* ``folded``: the value of ``committed`` up to which the planes have been brought.
+
+Entry ``p`` (the token at absolute position p) lives at ring index ``p % ring_len``. Value tile i
+folds at boundaries ``b`` with ``b % window == phase_i``, so where a tile stands is a function of
+``base`` and ``folded`` alone: the same with or without speculation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from replayssm.errors import ContractError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class RingSpec:
+    """Sizes of the rings of one pool.
+
+    Attributes:
+        window: Tokens between two folds of the same value tile.
+        keep: Newest committed entries that are never folded, so they can be taken back.
+        max_block: Largest T of one block.
+        tiles: Value tiles of a head that fold at their own time (1 is the classic flush).
+    """
+
+    window: int = 16
+    keep: int = 0
+    max_block: int = 1
+    tiles: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("keep", 0), ("max_block", 1), ("tiles", 1)):
+            if getattr(self, name) < least:
+                raise ContractError(name, f"an integer >= {least}", getattr(self, name))
+        if self.tiles > self.window:
+            raise ContractError("tiles", f"at most window ({self.window})", self.tiles)
+
+    @property
+    def ring_len(self) -> int:
+        """Entries of an SSM ring: the unfolded past, a block in flight and one still uncommitted."""
+        return self.window + self.keep + 2 * self.max_block
+
+    def phase(self, tile: int) -> int:
+        """Return the position of ``tile``'s boundaries modulo the window."""
+        return tile * self.window // self.tiles
+
+    def folded_to(self, tile: int, base: int, folded: int) -> int:
+        """Return the absolute position up to which ``tile`` is folded.
+
+        Args:
+            tile: Value tile.
+            base: Position of the checkpoint at admission.
+            folded: Committed count that the planes were last brought to.
+        """
+        newest = folded - self.keep
+        phase = self.phase(tile)
+        boundary = (newest - phase) // self.window * self.window + phase
+        return max(base, boundary)
+
+    def boundaries(self, tile: int, start: int, stop: int) -> list[int]:
+        """Return the boundaries of ``tile`` in ``(start, stop]``, ascending."""
+        phase = self.phase(tile)
+        first = (start - phase) // self.window * self.window + phase + self.window
+        return list(range(first, stop + 1, self.window))
+
+    def cycle(self, tile: int, position: int) -> int:
+        """Return the fold cycle that a tile standing at ``position`` belongs to."""
+        return (position - self.phase(tile)) // self.window
+
+    def oldest_needed(self, base: int, folded: int) -> int:
+        """Return the oldest position whose entry some tile has not folded yet."""
+        return min(self.folded_to(tile, base, folded) for tile in range(self.tiles))
+
+
+def tile_rows(tile: int, tiles: int, value_dim: int) -> range:
+    """Return the value rows of ``tile`` when V is cut into ``tiles`` nearly equal parts."""
+    return range(tile * value_dim // tiles, (tile + 1) * value_dim // tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Where every row of a block stands, decided once per forward and shared by all layers.
+
+    Each field is ``[B]`` int64. ``slots`` is -1 for a pad row, whose other fields are 0.
+    ``lengths`` is the number of tokens of the row's block. ``folded`` is where the planes are,
+    ``committed`` where they are brought before the block is read.
+    """
+
+    slots: NDArray[np.int64]
+    base: NDArray[np.int64]
+    folded: NDArray[np.int64]
+    committed: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.slots)

@@ -1,0 +1,121 @@
+"""Tensors of one layer in a pool, and the one table that both sizes and allocates them.
+
+Rings are head-major, so that the entries of one head are contiguous:
+
+    k ``[S, H, R, K]``   v ``[S, HV, R, V]``   g ``[S, HV, R]`` or ``[S, HV, R, K]``   w ``[S, HV, R]``
+
+Planes are ``[S, HV, V, K]``, row scales ``[S, HV, V]`` and column scales ``[S, 3, HV, K]``: one
+generation per fold cycle modulo 3 (tiles not yet folded in this cycle, tiles folded in it, and the
+amaxes being collected for the next one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from replayssm.errors import ContractError
+from replayssm.formats import FORMATS, GENERATIONS, Planes
+from replayssm.ring import RingSpec
+from replayssm.types import Format, LayerSpec
+
+RING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FIELDS = ("high", "low", "row_scale", "columns", "k", "v", "g", "w")
+RING_FIELDS = ("k", "v", "g", "w")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSpec:
+    """Everything that decides the shape and dtype of a layer's tensors.
+
+    Attributes:
+        layer: Geometry.
+        format: State format of the checkpoint.
+        ring: Ring sizes.
+        ring_dtype: dtype of k and v entries; gates and write strengths are always fp32.
+    """
+
+    layer: LayerSpec
+    format: Format
+    ring: RingSpec
+    ring_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.ring_dtype not in RING_DTYPES:
+            raise ContractError("ring_dtype", f"one of {RING_DTYPES}", self.ring_dtype)
+        if self.ring.tiles > self.layer.value_dim:
+            raise ContractError(
+                "tiles", f"at most value_dim ({self.layer.value_dim})", self.ring.tiles
+            )
+
+    def shapes(self, slots: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return ``{field: (shape, dtype)}`` of every tensor that exists for this spec."""
+        at, fmt, entries = self.layer, FORMATS[self.format], self.ring.ring_len
+        hv, h, k_dim, v_dim = at.value_heads, at.key_heads, at.key_dim, at.value_dim
+        table = {"high": ((slots, hv, v_dim, k_dim), fmt.high)}
+        if fmt.low is not None:
+            table["low"] = ((slots, hv, v_dim, k_dim), fmt.low)
+        if fmt.scaled:
+            table["row_scale"] = ((slots, hv, v_dim), torch.float32)
+            table["columns"] = ((slots, GENERATIONS, hv, k_dim), torch.bfloat16)
+        gate = at.gate_shape()
+        table["k"] = ((slots, h, entries, k_dim), self.ring_dtype)
+        table["v"] = ((slots, hv, entries, v_dim), self.ring_dtype)
+        table["g"] = ((slots, hv, entries, *gate[1:]), torch.float32)
+        table["w"] = ((slots, hv, entries), torch.float32)
+        return table
+
+    def nbytes(self, slots: int) -> int:
+        """Return the exact bytes that :func:`allocate` takes for ``slots`` slots."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.shapes(slots).values())
+
+    def ring_nbytes(self, slots: int) -> int:
+        """Return the part of :meth:`nbytes` that rings take."""
+        table = self.shapes(slots)
+        return sum(prod(table[f][0]) * table[f][1].itemsize for f in RING_FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStore:
+    """The tensors of one layer; fields are as in :meth:`StorageSpec.shapes`, None where absent.
+
+    Any tensor may be a strided view over slots as long as its last dimension is contiguous.
+    """
+
+    spec: StorageSpec
+    high: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    w: Tensor
+    low: Tensor | None = None
+    row_scale: Tensor | None = None
+    columns: Tensor | None = None
+
+    @property
+    def slots(self) -> int:
+        """S."""
+        return int(self.high.shape[0])
+
+    def present(self) -> dict[str, Tensor]:
+        """Return the tensors that exist, by field name."""
+        found = {name: getattr(self, name) for name in FIELDS}
+        return {name: x for name, x in found.items() if x is not None}
+
+    def planes(self, slot: int) -> Planes:
+        """Return views of one slot's planes: ``[HV, V, K]``, row scales ``[HV, V]``."""
+        low = None if self.low is None else self.low[slot]
+        row_scale = None if self.row_scale is None else self.row_scale[slot]
+        return Planes(self.high[slot], low, row_scale)
+
+
+def allocate(spec: StorageSpec, slots: int, device: torch.device) -> LayerStore:
+    """Allocate a layer's tensors, zeroed so that no slot ever shows foreign memory."""
+    tensors = {
+        name: torch.zeros(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in spec.shapes(slots).items()
+    }
+    return LayerStore(spec, **tensors)
