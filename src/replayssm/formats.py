@@ -6,11 +6,11 @@ A stored number is an integer q cut in two planes. With m low bits:
     low  = q - (high << m) + 2^(m-1)   the exact remainder, biased so that it is unsigned
 
 ``s32``: q is the fp32 bit pattern as int32, so ``high`` is a bf16 number and nothing is lost.
-``q24`` and ``q16``: q = rint(S_vn / c_n / r_v * 2^m) with a row scale r_v (fp32, row amax / 127) and
-a column scale c_n (bf16, any positive value is correct: it only equalises channels). ``f32`` and
-``bf16`` are plain tensors with one plane.
+``q24`` and ``q16``: q = rint(S_vn / c_n / r_v * 2^m) with a row scale r_v (fp32, row amax / 127)
+and a column scale c_n (bf16, any positive value is correct: it only equalises channels). ``f32``
+and ``bf16`` are plain tensors with one plane.
 
-A high read of a fixed-point row sees ``high * r_v * c_n``; a full read sees ``q * 2^-m * r_v * c_n``.
+A high read of a fixed-point row sees ``high * r_v * c_n``, a full one ``q * 2^-m * r_v * c_n``.
 A row with a non-finite element gets row scale NaN, so it stays visible at both depths. A row whose
 scale would fall under 2^-100 gets row scale 0 and reads as exactly 0.
 """

@@ -48,7 +48,7 @@ class RingSpec:
 
     @property
     def ring_len(self) -> int:
-        """Entries of an SSM ring: the unfolded past, a block in flight and one still uncommitted."""
+        """Entries of an SSM ring: the unfolded past, a block in flight and one uncommitted."""
         return self.window + self.keep + 2 * self.max_block
 
     def phase(self, tile: int) -> int:

@@ -2,7 +2,8 @@
 
 Rings are head-major, so that the entries of one head are contiguous:
 
-    k ``[S, H, R, K]``   v ``[S, HV, R, V]``   g ``[S, HV, R]`` or ``[S, HV, R, K]``   w ``[S, HV, R]``
+    k ``[S, H, R, K]``   v ``[S, HV, R, V]``
+    g ``[S, HV, R]`` or ``[S, HV, R, K]``   w ``[S, HV, R]``
 
 Planes are ``[S, HV, V, K]``, row scales ``[S, HV, V]`` and column scales ``[S, 3, HV, K]``: one
 generation per fold cycle modulo 3 (tiles not yet folded in this cycle, tiles folded in it, and the
@@ -55,7 +56,8 @@ class StorageSpec:
         """Return ``{field: (shape, dtype)}`` of every tensor that exists for this spec."""
         at, fmt, entries = self.layer, FORMATS[self.format], self.ring.ring_len
         hv, h, k_dim, v_dim = at.value_heads, at.key_heads, at.key_dim, at.value_dim
-        table = {"high": ((slots, hv, v_dim, k_dim), fmt.high)}
+        table: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        table["high"] = ((slots, hv, v_dim, k_dim), fmt.high)
         if fmt.low is not None:
             table["low"] = ((slots, hv, v_dim, k_dim), fmt.low)
         if fmt.scaled:

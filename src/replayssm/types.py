@@ -149,5 +149,5 @@ class Block:
 
     def to(self, dtype: torch.dtype) -> Block:
         """Return the block with every floating tensor cast to ``dtype``."""
-        cast = (x.to(dtype) for x in (self.q, self.k, self.v, self.g, self.w))
-        return Block(*cast, parents=self.parents)
+        q, k, v, g, w = (x.to(dtype) for x in (self.q, self.k, self.v, self.g, self.w))
+        return Block(q, k, v, g, w, self.parents)

@@ -1,0 +1,1 @@
+"""The evaluation: probes, statistics, sections and the report."""

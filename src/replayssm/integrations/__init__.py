@@ -1,0 +1,1 @@
+"""Bridges to the libraries that models live in."""

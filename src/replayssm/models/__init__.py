@@ -1,0 +1,1 @@
+"""Adapters from model code to the algebra, and the bundled tiny models."""

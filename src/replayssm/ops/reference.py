@@ -2,7 +2,8 @@
 
 Read beside the algebra in :mod:`replayssm.types`. Functions on one row take heads expanded to HV:
 
-    state ``[HV, V, K]``   k, q ``[n, HV, K]``   v ``[n, HV, V]``   g ``[n, HV, 1 or K]``   w ``[n, HV]``
+    state ``[HV, V, K]``   k, q ``[n, HV, K]``   v ``[n, HV, V]``
+    g ``[n, HV, 1 or K]``   w ``[n, HV]``
 
 with entry 0 the oldest. Decays are products of ``exp`` of single gates or of segment sums, never
 differences of prefix sums, so a gate of exactly zero decay is harmless.
@@ -115,7 +116,7 @@ def fold_blocked(state: Tensor, entries: Entries, write: Write) -> Tensor:
     n = len(entries)
     if not n:
         return state
-    # after[t] = decay of everything behind entry t: the segment sum over t+1..n-1, formed before exp
+    # after[t] is the decay of everything behind entry t: a segment sum, formed before exp
     after = torch.stack([entries.g[t + 1 :].sum(0) for t in range(n)]).exp()
     values = entries.w.unsqueeze(-1) * entries.v
     if write is Write.DELTA:
@@ -135,7 +136,8 @@ def _corrected_values(state: Tensor, entries: Entries, values: Tensor) -> Tensor
             lower[:, s, t] = w[s] * (k[s] * between * k[t]).sum(-1)
     eye = torch.eye(n, dtype=k.dtype, device=k.device)
     solved = torch.linalg.solve_triangular(lower + eye, residual.transpose(0, 1), upper=False)
-    return solved.transpose(0, 1)
+    corrected: Tensor = solved.transpose(0, 1)
+    return corrected
 
 
 def expand_heads(x: Tensor, value_heads: int, dim: int) -> Tensor:
@@ -156,7 +158,7 @@ def gather(store: LayerStore, slot: int, start: int, stop: int, dtype: torch.dty
 
 
 def append_(store: LayerStore, plan: BlockPlan, block: Block) -> None:
-    """Write each row's entries to the rings at positions ``committed .. committed + length - 1``."""
+    """Write each row's entries to the ring positions ``committed .. committed + length - 1``."""
     for row in range(plan.rows):
         slot, first = int(plan.slots[row]), int(plan.committed[row])
         if slot < 0:
@@ -203,7 +205,10 @@ def _fold_tile(store: LayerStore, slot: int, tile: int, start: int, stop: int) -
     columns = None
     if store.columns is not None:
         generations = store.columns[slot]
-        columns, collecting = generations[cycle % GENERATIONS], generations[(cycle + 1) % GENERATIONS]
+        columns, collecting = (
+            generations[cycle % GENERATIONS],
+            generations[(cycle + 1) % GENERATIONS],
+        )
         if tile == 0:
             columns.copy_(column_scale(columns.float()))
             collecting.zero_()
@@ -224,10 +229,8 @@ def _tile_planes(store: LayerStore, slot: int, rows: range) -> Planes:
     return Planes(whole.high[:, cut], low, row_scale)
 
 
-def decode_tile(
-    store: LayerStore, slot: int, tile: int, position: int, depth: ReadDepth
-) -> Tensor:
-    """Return ``[HV, rows, K]`` fp32, a tile that stands at ``position`` as a read of ``depth`` sees it."""
+def decode_tile(store: LayerStore, slot: int, tile: int, position: int, depth: ReadDepth) -> Tensor:
+    """Return ``[HV, rows, K]`` fp32: a tile standing at ``position``, as a read of ``depth`` sees it."""
     rows = tile_rows(tile, store.spec.ring.tiles, store.spec.layer.value_dim)
     columns = None
     if store.columns is not None:
@@ -300,9 +303,7 @@ def ancestors(block: Block, row: int, token: int) -> list[int]:
     return path[::-1]
 
 
-def materialise(
-    store: LayerStore, slot: int, base: int, folded: int, position: int
-) -> Tensor:
+def materialise(store: LayerStore, slot: int, base: int, folded: int, position: int) -> Tensor:
     """Return the ``[HV, V, K]`` fp32 state at ``position``; the slot is untouched.
 
     Args:
@@ -339,8 +340,8 @@ def admit_(store: LayerStore, slot: int, state: Tensor) -> None:
 def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: Tensor) -> None:
     """Run the standard step: rewrite each row's state ``[S, HV, V, K]`` token by token.
 
-    The state may be fp32 or bf16 (rounded after every token, before it is read again); the output is
-    computed from the state before that rounding.
+    The state may be fp32 or bf16 (rounded after every token, before it is read again); the output
+    is computed from the state before that rounding.
     """
     out.zero_()
     hv = state.shape[1]

@@ -1,0 +1,1 @@
+"""Input factories, oracles, error budgets and guard pools, for us and for other engines."""

@@ -1,0 +1,81 @@
+"""Memory planning: how many sequences fit, rings included, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from replayssm.errors import ContractError
+from replayssm.ring import RingSpec
+from replayssm.storage import StorageSpec
+from replayssm.types import Format, LayerSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What one pool of a model costs.
+
+    Attributes:
+        budget_bytes: Memory given to the pool.
+        slot_bytes: Bytes of one sequence over all recurrent layers, rings and scales included.
+        ring_bytes: The part of ``slot_bytes`` that rings take.
+        standard_bytes: Bytes of one sequence on the standard path with an fp32 state.
+        slots: Sequences that fit.
+        standard_slots: Sequences that fit on the standard path.
+    """
+
+    budget_bytes: int
+    slot_bytes: int
+    ring_bytes: int
+    standard_bytes: int
+    slots: int
+    standard_slots: int
+
+
+def plan_memory(
+    layers: Sequence[LayerSpec],
+    gib: float,
+    *,
+    state: Format | str = Format.S32,
+    ring: RingSpec | None = None,
+    ring_dtype: torch.dtype = torch.float32,
+) -> MemoryPlan:
+    """Answer how many sequences fit in ``gib`` GiB.
+
+    The same shape table allocates a pool, so ``StatePool(layers, plan.slots, ...).nbytes()`` equals
+    ``plan.slots * plan.slot_bytes``.
+
+    Args:
+        layers: Geometry of the model's recurrent layers.
+        gib: Memory for the pool, in GiB.
+        state: State format.
+        ring: Ring sizes.
+        ring_dtype: dtype of ring keys and values.
+
+    Raises:
+        ContractError: ``gib`` is not positive or there is no layer.
+    """
+    if gib <= 0:
+        raise ContractError("gib", "a positive number", gib)
+    if not layers:
+        raise ContractError("layers", "at least one layer", "none")
+    fmt, ring = Format(state), ring or RingSpec()
+    specs = [StorageSpec(layer, fmt, ring, ring_dtype) for layer in layers]
+    slot = sum(spec.nbytes(1) for spec in specs)
+    standard = sum(layer.state_elements * 4 for layer in layers)
+    budget = int(gib * GIB)
+    return MemoryPlan(
+        budget_bytes=budget,
+        slot_bytes=slot,
+        ring_bytes=sum(spec.ring_nbytes(1) for spec in specs),
+        standard_bytes=standard,
+        slots=budget // slot,
+        standard_slots=budget // standard,
+    )

@@ -1,0 +1,429 @@
+"""StatePool: the slots of one model, their planes and rings, and the one number that moves.
+
+The order of a forward is always the same::
+
+    ticket = pool.begin(refs, lengths)           # decides where every row stands
+    for layer in range(pool.num_layers):
+        y = pool.step_(ticket, layer, block)     # every layer sees the same counts
+    pool.commit_(ticket, num_accepted)           # the count moves, once
+
+Rollback is a smaller ``num_accepted``. A slot with an open ticket accepts nothing else but
+``release_``; a ticket that is committed before every layer was visited leaves its slots invalid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replayssm.errors import CapacityError, ContractError, SlotError, TicketError
+from replayssm.ops import fold_, reference, step_
+from replayssm.ops.dispatch import choose
+from replayssm.ring import BlockPlan, RingSpec
+from replayssm.storage import StorageSpec, allocate
+from replayssm.transfer import SlotImage, read_slot, write_slot_
+from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class _Status(IntEnum):
+    FREE = 0
+    LIVE = 1
+    OPEN = 2
+    INVALID = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """Name of one tenancy of a slot; it goes stale when the slot is released."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One open forward: its rows, where they stand, and the layers that have run.
+
+    Attributes:
+        refs: Slot of each row, None for a pad row.
+        plan: The integers every layer uses.
+    """
+
+    refs: tuple[SlotRef | None, ...]
+    plan: BlockPlan
+    _pool: StatePool
+    _visited: set[int] = field(default_factory=set)
+    _spent: bool = False
+
+
+class StatePool:
+    """Slots that hold the recurrent state of sequences served by one model.
+
+    Args:
+        layers: Geometry of the model's recurrent layers, in order.
+        slots: Number of sequences that fit at once.
+        state: State format of the checkpoints.
+        ring: Ring sizes.
+        ring_dtype: dtype of ring keys and values; normally the model's.
+        device: Where everything lives.
+        impl: Implementation; ``pool.impl`` tells what ``auto`` chose.
+        debug: Refuse NaN and infinite inputs in every step.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        slots: int,
+        *,
+        state: Format | str = Format.S32,
+        ring: RingSpec | None = None,
+        ring_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        impl: Impl | str = Impl.AUTO,
+        debug: bool = False,
+    ) -> None:
+        if not layers:
+            raise ContractError("layers", "at least one layer", "none")
+        if slots < 1:
+            raise ContractError("slots", "a positive integer", slots)
+        self.ring = ring or RingSpec()
+        self.format = Format(state)
+        self.device = torch.device(device)
+        self.impl = choose(Impl(impl), self.device, tiles=self.ring.tiles)
+        self.debug = debug
+        self.specs = tuple(
+            StorageSpec(layer, self.format, self.ring, ring_dtype) for layer in layers
+        )
+        self.stores = tuple(allocate(spec, slots, self.device) for spec in self.specs)
+        self._generation = np.zeros(slots, np.int64)
+        self._status = np.full(slots, _Status.FREE, np.int8)
+        self._base, self._folded, self._committed = (np.zeros(slots, np.int64) for _ in range(3))
+        self._free = list(range(slots))[::-1]
+
+    @property
+    def num_layers(self) -> int:
+        """Recurrent layers served."""
+        return len(self.stores)
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return len(self._generation)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that :meth:`admit_` can hand out."""
+        return len(self._free)
+
+    def nbytes(self) -> int:
+        """Return the bytes of all planes, scales and rings; exactly what was allocated."""
+        return sum(spec.nbytes(self.num_slots) for spec in self.specs)
+
+    def committed(self, ref: SlotRef) -> int:
+        """Return the token count of a slot."""
+        return int(self._committed[self._check(ref, _Status.LIVE, _Status.OPEN)])
+
+    def oldest(self, ref: SlotRef) -> int:
+        """Return the oldest position that :meth:`materialise` can rebuild."""
+        slot = self._check(ref, _Status.LIVE, _Status.OPEN)
+        return self._newest_fold(slot)
+
+    def admit_(self, states: Sequence[Tensor] | None = None, position: int = 0) -> SlotRef:
+        """Take a free slot and write a prefill state into its planes.
+
+        Args:
+            states: One ``[HV, V, K]`` state per layer, any float dtype; None is the zero state.
+            position: Tokens that the state has seen.
+
+        Returns:
+            The slot's name.
+
+        Raises:
+            CapacityError: No slot is free.
+            ContractError: A state does not fit its layer; nothing was changed.
+        """
+        if position < 0:
+            raise ContractError("position", "a non-negative integer", position)
+        self._check_states(states)
+        ref = self._take()
+        for i, store in enumerate(self.stores):
+            layer = store.spec.layer
+            shape = (layer.value_heads, layer.value_dim, layer.key_dim)
+            state = torch.zeros(shape, device=self.device) if states is None else states[i]
+            reference.admit_(store, ref.slot, state)
+        self._set_counts(ref.slot, position, position, position)
+        return ref
+
+    def begin(self, refs: Sequence[SlotRef | None], lengths: Sequence[int] | int = 1) -> Ticket:
+        """Open a forward over rows.
+
+        Args:
+            refs: Slot of each row; None is a pad row, which reads and writes nothing.
+            lengths: Tokens of each row's block (one number for all), 1 .. ``max_block``.
+
+        Returns:
+            A ticket for :meth:`step_` and :meth:`commit_`.
+
+        Raises:
+            SlotError: A slot is free, stale, invalid, named twice or already in a forward.
+            ContractError: A length is out of range.
+        """
+        counts = [lengths] * len(refs) if isinstance(lengths, int) else [int(n) for n in lengths]
+        if len(counts) != len(refs):
+            raise ContractError("lengths", f"{len(refs)} of them", len(counts))
+        for count in counts:
+            if not 1 <= count <= self.ring.max_block:
+                raise ContractError("lengths", f"1 to max_block ({self.ring.max_block})", count)
+        slots = [-1 if ref is None else self._check(ref, _Status.LIVE) for ref in refs]
+        live = [slot for slot in slots if slot >= 0]
+        if len(set(live)) != len(live):
+            raise SlotError(f"refs: expected every slot at most once, got {slots}")
+        index = np.array(slots, np.int64)
+        real = index >= 0
+        plan = BlockPlan(
+            index,
+            np.where(real, self._base[index], 0),
+            np.where(real, self._folded[index], 0),
+            np.where(real, self._committed[index], 0),
+            np.where(real, np.array(counts, np.int64), 0),
+        )
+        self._status[live] = _Status.OPEN
+        return Ticket(tuple(refs), plan, self)
+
+    def step_(
+        self,
+        ticket: Ticket,
+        layer: int,
+        block: Block,
+        *,
+        depth: ReadDepth | Sequence[ReadDepth] = ReadDepth.FULL,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Run one layer of an open forward; see :func:`replayssm.ops.step_`.
+
+        Mutates the layer's planes, rings and ``out``; counts do not move.
+
+        Raises:
+            TicketError: The ticket is spent, foreign, or has run this layer already.
+            SlotError: A slot was released since the ticket was opened.
+        """
+        self._check_ticket(ticket)
+        if not 0 <= layer < self.num_layers:
+            raise ContractError("layer", f"0 to {self.num_layers - 1}", layer)
+        if layer in ticket._visited:
+            raise TicketError(f"layer {layer} has already run in this forward")
+        for ref in ticket.refs:
+            if ref is not None:
+                self._check(ref, _Status.OPEN)
+        y = step_(
+            self.stores[layer],
+            ticket.plan,
+            block,
+            depth=depth,
+            impl=self.impl,
+            out=out,
+            debug=self.debug,
+        )
+        ticket._visited.add(layer)
+        return y
+
+    def commit_(self, ticket: Ticket, num_accepted: Sequence[int | None] | int) -> None:
+        """Move every row's count and close the forward.
+
+        Args:
+            ticket: An open ticket; it is spent afterwards.
+            num_accepted: Entries to keep per row (1 + accepted drafts; 0 aborts the block), one
+                number for all, or None for a row whose slot was released in the meantime. Ignored
+                for pad rows.
+
+        Raises:
+            TicketError: The ticket is spent or foreign (nothing changed), or some layers never ran
+                (its slots are invalid now and can only be released).
+            SlotError: A slot was released and its entry is not None; nothing changed.
+            ContractError: A number is out of range; nothing changed.
+        """
+        self._check_ticket(ticket)
+        rows = self._accepted_rows(ticket, num_accepted)
+        ticket._spent = True
+        missing = self.num_layers - len(ticket._visited)
+        if missing and ticket._visited:
+            self._status[[slot for slot, _ in rows]] = _Status.INVALID
+            raise TicketError(
+                f"{missing} of {self.num_layers} layers never ran in this forward; "
+                "its slots are invalid now, release them"
+            )
+        for slot, accepted in rows:
+            self._status[slot] = _Status.LIVE
+            if not missing:
+                self._folded[slot] = max(self._folded[slot], self._committed[slot])
+                self._committed[slot] += accepted
+        if missing and any(accepted for _, accepted in rows):
+            raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
+
+    def fold_(self, refs: Sequence[SlotRef]) -> None:
+        """Bring slots' planes to their newest boundary now; the next step would do the same."""
+        slots = np.array([self._check(ref, _Status.LIVE) for ref in refs], np.int64)
+        counts = (self._base[slots], self._folded[slots], self._committed[slots])
+        plan = BlockPlan(slots, *counts, np.zeros_like(slots))
+        for store in self.stores:
+            fold_(store, plan, impl=self.impl)
+        self._folded[slots] = np.maximum(self._folded[slots], self._committed[slots])
+
+    def release_(self, ref: SlotRef) -> None:
+        """Give a slot back; every name of it goes stale, whatever state it was in."""
+        slot = self._check(ref, _Status.LIVE, _Status.OPEN, _Status.INVALID)
+        self._generation[slot] += 1
+        self._status[slot] = _Status.FREE
+        self._free.append(slot)
+
+    def fork_(self, ref: SlotRef) -> SlotRef:
+        """Copy a slot into a free one: planes, rings and counts; the copies share nothing.
+
+        Raises:
+            CapacityError: No slot is free.
+        """
+        source = self._check(ref, _Status.LIVE)
+        copy = self._take()
+        for store in self.stores:
+            for tensor in store.present().values():
+                tensor[copy.slot] = tensor[source]
+        counts = (self._base[source], self._folded[source], self._committed[source])
+        self._set_counts(copy.slot, *map(int, counts))
+        return copy
+
+    def reorder_(self, refs: Sequence[SlotRef], index: Sequence[int]) -> list[SlotRef]:
+        """Give row i the sequence of row ``index[i]`` (beam search); all old names go stale.
+
+        Rows that several beams continue are copied, rows that none continues are released.
+
+        Raises:
+            CapacityError: Too few free slots for the copies; nothing was changed.
+        """
+        for ref in refs:
+            self._check(ref, _Status.LIVE)
+        if any(not 0 <= i < len(refs) for i in index):
+            raise ContractError("index", f"rows 0 to {len(refs) - 1}", list(index))
+        dropped = [i for i in range(len(refs)) if i not in index]
+        if len(index) - len(set(index)) > self.num_free + len(dropped):
+            raise CapacityError("reorder_: too few free slots for the copies; nothing was changed")
+        for i in dropped:
+            self.release_(refs[i])
+        first_use: set[int] = set()
+        moved = []
+        for i in index:
+            if i in first_use:
+                moved.append(self.fork_(refs[i]))
+            else:
+                first_use.add(i)
+                moved.append(refs[i])
+        return moved
+
+    def materialise(self, ref: SlotRef, position: int | None = None) -> list[Tensor]:
+        """Return every layer's ``[HV, V, K]`` fp32 state at a position; the slot is untouched.
+
+        Args:
+            ref: Slot.
+            position: Absolute token count from :meth:`oldest` to ``committed`` (the default).
+        """
+        slot = self._check(ref, _Status.LIVE)
+        oldest, newest = self._newest_fold(slot), int(self._committed[slot])
+        at = newest if position is None else position
+        if not oldest <= at <= newest:
+            raise ContractError("position", f"{oldest} to {newest}", position)
+        base, folded = int(self._base[slot]), int(self._folded[slot])
+        return [reference.materialise(store, slot, base, folded, at) for store in self.stores]
+
+    def export(self, ref: SlotRef) -> SlotImage:
+        """Return a self-describing copy of a slot: planes, scales, live entries and counts."""
+        slot = self._check(ref, _Status.LIVE)
+        counts = (self._base[slot], self._folded[slot], self._committed[slot])
+        return read_slot(self.stores, slot, *map(int, counts))
+
+    def import_(self, image: SlotImage) -> SlotRef:
+        """Admit an exported slot, bit for bit, at the phase it was exported in.
+
+        Raises:
+            ContractError: The image's schema does not fit this pool; nothing was changed.
+            CapacityError: No slot is free.
+        """
+        image.check_fits(self.specs)
+        ref = self._take()
+        write_slot_(self.stores, ref.slot, image)
+        self._set_counts(ref.slot, image.base, image.folded, image.committed)
+        return ref
+
+    def _take(self) -> SlotRef:
+        if not self._free:
+            raise CapacityError(f"no free slot: all {self.num_slots} are taken; release some first")
+        slot = self._free.pop()
+        self._status[slot] = _Status.LIVE
+        return SlotRef(slot, int(self._generation[slot]))
+
+    def _set_counts(self, slot: int, base: int, folded: int, committed: int) -> None:
+        self._base[slot], self._folded[slot], self._committed[slot] = base, folded, committed
+
+    def _newest_fold(self, slot: int) -> int:
+        base, folded = int(self._base[slot]), int(self._folded[slot])
+        return max(self.ring.folded_to(i, base, folded) for i in range(self.ring.tiles))
+
+    def _check(self, ref: SlotRef, *allowed: _Status) -> int:
+        slot = ref.slot
+        if not 0 <= slot < self.num_slots:
+            raise SlotError(f"slot {slot}: expected 0 to {self.num_slots - 1}")
+        if self._generation[slot] != ref.generation or self._status[slot] == _Status.FREE:
+            raise SlotError(f"slot {slot}: this name is stale, the slot was released since")
+        status = _Status(self._status[slot])
+        if status not in allowed:
+            cause = {
+                _Status.OPEN: "is in a forward; commit its ticket first",
+                _Status.LIVE: "is in no forward",
+                _Status.INVALID: "was left half-written by a forward that failed; release it",
+            }
+            raise SlotError(f"slot {slot} {cause[status]}")
+        return slot
+
+    def _check_ticket(self, ticket: Ticket) -> None:
+        if ticket._pool is not self:
+            raise TicketError("the ticket belongs to another pool")
+        if ticket._spent:
+            raise TicketError("the ticket is spent; begin a new forward")
+
+    def _check_states(self, states: Sequence[Tensor] | None) -> None:
+        if states is None:
+            return
+        if len(states) != self.num_layers:
+            raise ContractError("states", f"{self.num_layers} tensors, one a layer", len(states))
+        for i, (state, spec) in enumerate(zip(states, self.specs, strict=True)):
+            at = spec.layer
+            shape = (at.value_heads, at.value_dim, at.key_dim)
+            if tuple(state.shape) != shape:
+                raise ContractError(f"states[{i}]", f"shape {shape}", tuple(state.shape))
+            if state.device != self.device or not state.is_floating_point():
+                expected = f"a float tensor on {self.device}"
+                raise ContractError(f"states[{i}]", expected, f"{state.dtype} on {state.device}")
+
+    def _accepted_rows(
+        self, ticket: Ticket, num_accepted: Sequence[int | None] | int
+    ) -> list[tuple[int, int]]:
+        rows, wanted = len(ticket.refs), num_accepted
+        counts = [wanted] * rows if isinstance(wanted, int) else list(wanted)
+        if len(counts) != rows:
+            raise ContractError("num_accepted", f"{rows} of them", len(counts))
+        accepted = []
+        for row, (ref, count) in enumerate(zip(ticket.refs, counts, strict=True)):
+            if ref is None or (count is None and self._generation[ref.slot] != ref.generation):
+                continue
+            self._check(ref, _Status.OPEN)
+            length = int(ticket.plan.lengths[row])
+            if count is None or not 0 <= count <= length:
+                raise ContractError("num_accepted", f"0 to {length} for row {row}", count)
+            accepted.append((ref.slot, count))
+        return accepted
