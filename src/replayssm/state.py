@@ -14,38 +14,28 @@ Rollback is a smaller ``num_accepted``. A slot with an open ticket accepts nothi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from replayssm.errors import CapacityError, ContractError, SlotError, TicketError
+from replayssm.errors import (
+    CapacityError,
+    ContractError,
+    ReplayError,
+    SlotError,
+    TicketError,
+)
 from replayssm.ops import fold_, reference, step_
 from replayssm.ops.dispatch import choose
 from replayssm.ring import BlockPlan, RingSpec
+from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec, allocate
 from replayssm.transfer import SlotImage, read_slot, write_slot_
 from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-class _Status(IntEnum):
-    FREE = 0
-    LIVE = 1
-    OPEN = 2
-    INVALID = 3
-
-
-@dataclass(frozen=True, slots=True)
-class SlotRef:
-    """Name of one tenancy of a slot; it goes stale when the slot is released."""
-
-    slot: int
-    generation: int
 
 
 @dataclass(slots=True)
@@ -103,10 +93,7 @@ class StatePool:
             StorageSpec(layer, self.format, self.ring, ring_dtype) for layer in layers
         )
         self.stores = tuple(allocate(spec, slots, self.device) for spec in self.specs)
-        self._generation = np.zeros(slots, np.int64)
-        self._status = np.full(slots, _Status.FREE, np.int8)
-        self._base, self._folded, self._committed = (np.zeros(slots, np.int64) for _ in range(3))
-        self._free = list(range(slots))[::-1]
+        self._slots = SlotTable(slots, self.ring)
 
     @property
     def num_layers(self) -> int:
@@ -116,12 +103,12 @@ class StatePool:
     @property
     def num_slots(self) -> int:
         """S."""
-        return len(self._generation)
+        return len(self._slots)
 
     @property
     def num_free(self) -> int:
         """Slots that :meth:`admit_` can hand out."""
-        return len(self._free)
+        return self._slots.num_free
 
     def nbytes(self) -> int:
         """Return the bytes of all planes, scales and rings; exactly what was allocated."""
@@ -129,12 +116,11 @@ class StatePool:
 
     def committed(self, ref: SlotRef) -> int:
         """Return the token count of a slot."""
-        return int(self._committed[self._check(ref, _Status.LIVE, _Status.OPEN)])
+        return int(self._slots.committed[self._slots.check(ref, Status.LIVE, Status.OPEN)])
 
     def oldest(self, ref: SlotRef) -> int:
         """Return the oldest position that :meth:`materialise` can rebuild."""
-        slot = self._check(ref, _Status.LIVE, _Status.OPEN)
-        return self._newest_fold(slot)
+        return self._slots.newest_fold(self._slots.check(ref, Status.LIVE, Status.OPEN))
 
     def admit_(self, states: Sequence[Tensor] | None = None, position: int = 0) -> SlotRef:
         """Take a free slot and write a prefill state into its planes.
@@ -153,13 +139,13 @@ class StatePool:
         if position < 0:
             raise ContractError("position", "a non-negative integer", position)
         self._check_states(states)
-        ref = self._take()
+        ref = self._slots.take()
         for i, store in enumerate(self.stores):
             layer = store.spec.layer
             shape = (layer.value_heads, layer.value_dim, layer.key_dim)
             state = torch.zeros(shape, device=self.device) if states is None else states[i]
             reference.admit_(store, ref.slot, state)
-        self._set_counts(ref.slot, position, position, position)
+        self._slots.set_counts(ref.slot, position, position, position)
         return ref
 
     def begin(self, refs: Sequence[SlotRef | None], lengths: Sequence[int] | int = 1) -> Ticket:
@@ -182,20 +168,12 @@ class StatePool:
         for count in counts:
             if not 1 <= count <= self.ring.max_block:
                 raise ContractError("lengths", f"1 to max_block ({self.ring.max_block})", count)
-        slots = [-1 if ref is None else self._check(ref, _Status.LIVE) for ref in refs]
+        slots = [-1 if ref is None else self._slots.check(ref, Status.LIVE) for ref in refs]
         live = [slot for slot in slots if slot >= 0]
         if len(set(live)) != len(live):
             raise SlotError(f"refs: expected every slot at most once, got {slots}")
-        index = np.array(slots, np.int64)
-        real = index >= 0
-        plan = BlockPlan(
-            index,
-            np.where(real, self._base[index], 0),
-            np.where(real, self._folded[index], 0),
-            np.where(real, self._committed[index], 0),
-            np.where(real, np.array(counts, np.int64), 0),
-        )
-        self._status[live] = _Status.OPEN
+        plan = self._slots.plan(slots, counts)
+        self._slots.mark(live, Status.OPEN)
         return Ticket(tuple(refs), plan, self)
 
     def step_(
@@ -222,16 +200,22 @@ class StatePool:
             raise TicketError(f"layer {layer} has already run in this forward")
         for ref in ticket.refs:
             if ref is not None:
-                self._check(ref, _Status.OPEN)
-        y = step_(
-            self.stores[layer],
-            ticket.plan,
-            block,
-            depth=depth,
-            impl=self.impl,
-            out=out,
-            debug=self.debug,
-        )
+                self._slots.check(ref, Status.OPEN)
+        try:
+            y = step_(
+                self.stores[layer],
+                ticket.plan,
+                block,
+                depth=depth,
+                impl=self.impl,
+                out=out,
+                debug=self.debug,
+            )
+        except ReplayError:
+            raise  # refused before anything was written; the forward may be tried again
+        except BaseException:
+            self._slots.mark([int(s) for s in ticket.plan.slots if s >= 0], Status.INVALID)
+            raise
         ticket._visited.add(layer)
         return y
 
@@ -255,34 +239,30 @@ class StatePool:
         ticket._spent = True
         missing = self.num_layers - len(ticket._visited)
         if missing and ticket._visited:
-            self._status[[slot for slot, _ in rows]] = _Status.INVALID
+            self._slots.mark([slot for slot, _ in rows], Status.INVALID)
             raise TicketError(
                 f"{missing} of {self.num_layers} layers never ran in this forward; "
                 "its slots are invalid now, release them"
             )
-        for slot, accepted in rows:
-            self._status[slot] = _Status.LIVE
-            if not missing:
-                self._folded[slot] = max(self._folded[slot], self._committed[slot])
-                self._committed[slot] += accepted
-        if missing and any(accepted for _, accepted in rows):
+        self._slots.mark([slot for slot, _ in rows], Status.LIVE)
+        if not missing:
+            for slot, accepted in rows:
+                self._slots.advance(slot, accepted)
+        elif any(accepted for _, accepted in rows):
             raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
 
     def fold_(self, refs: Sequence[SlotRef]) -> None:
         """Bring slots' planes to their newest boundary now; the next step would do the same."""
-        slots = np.array([self._check(ref, _Status.LIVE) for ref in refs], np.int64)
-        counts = (self._base[slots], self._folded[slots], self._committed[slots])
-        plan = BlockPlan(slots, *counts, np.zeros_like(slots))
+        slots = [self._slots.check(ref, Status.LIVE) for ref in refs]
+        plan = self._slots.plan(slots, [0] * len(slots))
         for store in self.stores:
             fold_(store, plan, impl=self.impl)
-        self._folded[slots] = np.maximum(self._folded[slots], self._committed[slots])
+        for slot in slots:
+            self._slots.advance(slot, 0)
 
     def release_(self, ref: SlotRef) -> None:
         """Give a slot back; every name of it goes stale, whatever state it was in."""
-        slot = self._check(ref, _Status.LIVE, _Status.OPEN, _Status.INVALID)
-        self._generation[slot] += 1
-        self._status[slot] = _Status.FREE
-        self._free.append(slot)
+        self._slots.release(ref)
 
     def fork_(self, ref: SlotRef) -> SlotRef:
         """Copy a slot into a free one: planes, rings and counts; the copies share nothing.
@@ -290,25 +270,25 @@ class StatePool:
         Raises:
             CapacityError: No slot is free.
         """
-        source = self._check(ref, _Status.LIVE)
-        copy = self._take()
+        source = self._slots.check(ref, Status.LIVE)
+        copy = self._slots.take()
         for store in self.stores:
             for tensor in store.present().values():
                 tensor[copy.slot] = tensor[source]
-        counts = (self._base[source], self._folded[source], self._committed[source])
-        self._set_counts(copy.slot, *map(int, counts))
+        self._slots.set_counts(copy.slot, *self._slots.counts(source))
         return copy
 
     def reorder_(self, refs: Sequence[SlotRef], index: Sequence[int]) -> list[SlotRef]:
-        """Give row i the sequence of row ``index[i]`` (beam search); all old names go stale.
+        """Give row i the sequence of row ``index[i]`` (beam search).
 
-        Rows that several beams continue are copied, rows that none continues are released.
+        Rows that several beams continue are copied, rows that none continues are released. Only the
+        returned names are to be used afterwards.
 
         Raises:
             CapacityError: Too few free slots for the copies; nothing was changed.
         """
         for ref in refs:
-            self._check(ref, _Status.LIVE)
+            self._slots.check(ref, Status.LIVE)
         if any(not 0 <= i < len(refs) for i in index):
             raise ContractError("index", f"rows 0 to {len(refs) - 1}", list(index))
         dropped = [i for i in range(len(refs)) if i not in index]
@@ -333,19 +313,18 @@ class StatePool:
             ref: Slot.
             position: Absolute token count from :meth:`oldest` to ``committed`` (the default).
         """
-        slot = self._check(ref, _Status.LIVE)
-        oldest, newest = self._newest_fold(slot), int(self._committed[slot])
+        slot = self._slots.check(ref, Status.LIVE)
+        base, folded, newest = self._slots.counts(slot)
+        oldest = self._slots.newest_fold(slot)
         at = newest if position is None else position
         if not oldest <= at <= newest:
             raise ContractError("position", f"{oldest} to {newest}", position)
-        base, folded = int(self._base[slot]), int(self._folded[slot])
         return [reference.materialise(store, slot, base, folded, at) for store in self.stores]
 
     def export(self, ref: SlotRef) -> SlotImage:
         """Return a self-describing copy of a slot: planes, scales, live entries and counts."""
-        slot = self._check(ref, _Status.LIVE)
-        counts = (self._base[slot], self._folded[slot], self._committed[slot])
-        return read_slot(self.stores, slot, *map(int, counts))
+        slot = self._slots.check(ref, Status.LIVE)
+        return read_slot(self.stores, slot, *self._slots.counts(slot))
 
     def import_(self, image: SlotImage) -> SlotRef:
         """Admit an exported slot, bit for bit, at the phase it was exported in.
@@ -355,40 +334,10 @@ class StatePool:
             CapacityError: No slot is free.
         """
         image.check_fits(self.specs)
-        ref = self._take()
+        ref = self._slots.take()
         write_slot_(self.stores, ref.slot, image)
-        self._set_counts(ref.slot, image.base, image.folded, image.committed)
+        self._slots.set_counts(ref.slot, image.base, image.folded, image.committed)
         return ref
-
-    def _take(self) -> SlotRef:
-        if not self._free:
-            raise CapacityError(f"no free slot: all {self.num_slots} are taken; release some first")
-        slot = self._free.pop()
-        self._status[slot] = _Status.LIVE
-        return SlotRef(slot, int(self._generation[slot]))
-
-    def _set_counts(self, slot: int, base: int, folded: int, committed: int) -> None:
-        self._base[slot], self._folded[slot], self._committed[slot] = base, folded, committed
-
-    def _newest_fold(self, slot: int) -> int:
-        base, folded = int(self._base[slot]), int(self._folded[slot])
-        return max(self.ring.folded_to(i, base, folded) for i in range(self.ring.tiles))
-
-    def _check(self, ref: SlotRef, *allowed: _Status) -> int:
-        slot = ref.slot
-        if not 0 <= slot < self.num_slots:
-            raise SlotError(f"slot {slot}: expected 0 to {self.num_slots - 1}")
-        if self._generation[slot] != ref.generation or self._status[slot] == _Status.FREE:
-            raise SlotError(f"slot {slot}: this name is stale, the slot was released since")
-        status = _Status(self._status[slot])
-        if status not in allowed:
-            cause = {
-                _Status.OPEN: "is in a forward; commit its ticket first",
-                _Status.LIVE: "is in no forward",
-                _Status.INVALID: "was left half-written by a forward that failed; release it",
-            }
-            raise SlotError(f"slot {slot} {cause[status]}")
-        return slot
 
     def _check_ticket(self, ticket: Ticket) -> None:
         if ticket._pool is not self:
@@ -419,9 +368,9 @@ class StatePool:
             raise ContractError("num_accepted", f"{rows} of them", len(counts))
         accepted = []
         for row, (ref, count) in enumerate(zip(ticket.refs, counts, strict=True)):
-            if ref is None or (count is None and self._generation[ref.slot] != ref.generation):
+            if ref is None or (count is None and self._slots.is_stale(ref)):
                 continue
-            self._check(ref, _Status.OPEN)
+            self._slots.check(ref, Status.OPEN)
             length = int(ticket.plan.lengths[row])
             if count is None or not 0 <= count <= length:
                 raise ContractError("num_accepted", f"0 to {length} for row {row}", count)

@@ -1,0 +1,139 @@
+"""Who owns which slot, in which state, and where it stands: integers only, no tensors.
+
+A slot is free, live, open (in a forward) or invalid (left half-written by a forward that failed).
+Its generation moves on at every release, so a name that outlived its tenancy is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replayssm.errors import CapacityError, SlotError
+from replayssm.ring import BlockPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from replayssm.ring import RingSpec
+
+
+class Status(IntEnum):
+    """What may be done with a slot."""
+
+    FREE = 0
+    LIVE = 1
+    OPEN = 2
+    INVALID = 3
+
+
+_REFUSALS = {
+    Status.LIVE: "is in no forward",
+    Status.OPEN: "is in a forward; commit its ticket first",
+    Status.INVALID: "was left half-written by a forward that failed; release it",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """Name of one tenancy of a slot; it goes stale when the slot is released."""
+
+    slot: int
+    generation: int
+
+
+class SlotTable:
+    """Ownership and counts of every slot of a pool.
+
+    Attributes:
+        base: ``[S]`` position of the checkpoint at admission.
+        folded: ``[S]`` committed count the planes were brought to.
+        committed: ``[S]`` token count.
+    """
+
+    def __init__(self, slots: int, ring: RingSpec) -> None:
+        self.ring = ring
+        self.base, self.folded, self.committed = (np.zeros(slots, np.int64) for _ in range(3))
+        self._generation = np.zeros(slots, np.int64)
+        self._status = np.full(slots, Status.FREE, np.int8)
+        self._free = list(range(slots))[::-1]
+
+    def __len__(self) -> int:
+        return len(self._generation)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
+
+    def take(self) -> SlotRef:
+        """Hand out a free slot; its counts are the caller's to set."""
+        if not self._free:
+            raise CapacityError(f"no free slot: all {len(self)} are taken; release some first")
+        slot = self._free.pop()
+        self._status[slot] = Status.LIVE
+        return SlotRef(slot, int(self._generation[slot]))
+
+    def release(self, ref: SlotRef) -> None:
+        """Take a slot back, whatever state it is in, and make every name of it stale."""
+        slot = self.check(ref, Status.LIVE, Status.OPEN, Status.INVALID)
+        self._generation[slot] += 1
+        self._status[slot] = Status.FREE
+        self._free.append(slot)
+
+    def is_stale(self, ref: SlotRef) -> bool:
+        """Whether the slot was released since ``ref`` was handed out."""
+        return bool(self._generation[ref.slot] != ref.generation)
+
+    def check(self, ref: SlotRef, *allowed: Status) -> int:
+        """Return the slot index, or say why the slot may not be used now.
+
+        Raises:
+            SlotError: The slot is unknown, its name is stale, or its status is not allowed.
+        """
+        slot = ref.slot
+        if not 0 <= slot < len(self):
+            raise SlotError(f"slot {slot}: expected 0 to {len(self) - 1}")
+        status = Status(self._status[slot])
+        if self.is_stale(ref) or status is Status.FREE:
+            raise SlotError(f"slot {slot}: this name is stale, the slot was released since")
+        if status not in allowed:
+            raise SlotError(f"slot {slot} {_REFUSALS[status]}")
+        return slot
+
+    def mark(self, slots: Sequence[int], status: Status) -> None:
+        """Set the status of slots that were checked before."""
+        self._status[list(slots)] = status
+
+    def set_counts(self, slot: int, base: int, folded: int, committed: int) -> None:
+        """Set where a slot stands."""
+        self.base[slot], self.folded[slot], self.committed[slot] = base, folded, committed
+
+    def counts(self, slot: int) -> tuple[int, int, int]:
+        """Return ``(base, folded, committed)``."""
+        return int(self.base[slot]), int(self.folded[slot]), int(self.committed[slot])
+
+    def advance(self, slot: int, accepted: int) -> None:
+        """Record that the planes reached ``committed``, then move it by the accepted entries."""
+        self.folded[slot] = max(self.folded[slot], self.committed[slot])
+        self.committed[slot] += accepted
+
+    def newest_fold(self, slot: int) -> int:
+        """Return the newest position that some tile's checkpoint has reached."""
+        base, folded, _ = self.counts(slot)
+        return max(self.ring.folded_to(i, base, folded) for i in range(self.ring.tiles))
+
+    def plan(self, slots: Sequence[int], lengths: Sequence[int]) -> BlockPlan:
+        """Freeze where rows stand; slot -1 is a pad row."""
+        index = np.array(slots, np.int64)
+        real = index >= 0
+        return BlockPlan(
+            slots=index,
+            base=np.where(real, self.base[index], 0),
+            folded=np.where(real, self.folded[index], 0),
+            committed=np.where(real, self.committed[index], 0),
+            lengths=np.where(real, np.array(lengths, np.int64), 0),
+        )
