@@ -95,6 +95,10 @@ class BlockPlan:
     Each field is ``[B]`` int64. ``slots`` is -1 for a pad row, whose other fields are 0.
     ``lengths`` is the number of tokens of the row's block. ``folded`` is where the planes are,
     ``committed`` where they are brought before the block is read.
+
+    ``parents`` is ``[B, T]`` int64, or None when every row is a chain. Token t of row b continues
+    token ``parents[b, t] < t`` of the block, or the committed sequence where it is -1. The ring
+    counts nodes: token t's entry is at position ``committed + t`` until the commit.
     """
 
     slots: NDArray[np.int64]
@@ -102,8 +106,19 @@ class BlockPlan:
     folded: NDArray[np.int64]
     committed: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    parents: NDArray[np.int64] | None = None
 
     @property
     def rows(self) -> int:
         """B."""
         return len(self.slots)
+
+    def ancestors(self, row: int, token: int) -> list[int]:
+        """Return the block's tokens from the root of ``token`` to itself, oldest first."""
+        if self.parents is None:
+            return list(range(token + 1))
+        path = []
+        while token >= 0:
+            path.append(token)
+            token = int(self.parents[row, token])
+        return path[::-1]

@@ -18,6 +18,8 @@ from replayssm.ring import BlockPlan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from replayssm.ring import RingSpec
 
 
@@ -126,7 +128,12 @@ class SlotTable:
         base, folded, _ = self.counts(slot)
         return max(self.ring.folded_to(i, base, folded) for i in range(self.ring.tiles))
 
-    def plan(self, slots: Sequence[int], lengths: Sequence[int]) -> BlockPlan:
+    def plan(
+        self,
+        slots: Sequence[int],
+        lengths: Sequence[int],
+        parents: NDArray[np.int64] | None = None,
+    ) -> BlockPlan:
         """Freeze where rows stand; slot -1 is a pad row."""
         index = np.array(slots, np.int64)
         real = index >= 0
@@ -136,4 +143,5 @@ class SlotTable:
             folded=np.where(real, self.folded[index], 0),
             committed=np.where(real, self.committed[index], 0),
             lengths=np.where(real, np.array(lengths, np.int64), 0),
+            parents=parents,
         )

@@ -13,7 +13,6 @@ Rollback is a smaller ``num_accepted``. A slot with an open ticket accepts nothi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,30 +27,15 @@ from replayssm.errors import (
 )
 from replayssm.ops import fold_, reference, step_
 from replayssm.ops.dispatch import choose
-from replayssm.ring import BlockPlan, RingSpec
+from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec, allocate
+from replayssm.ticket import Ticket, tree_parents
 from replayssm.transfer import SlotImage, read_slot, write_slot_
 from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-
-@dataclass(slots=True)
-class Ticket:
-    """One open forward: its rows, where they stand, and the layers that have run.
-
-    Attributes:
-        refs: Slot of each row, None for a pad row.
-        plan: The integers every layer uses.
-    """
-
-    refs: tuple[SlotRef | None, ...]
-    plan: BlockPlan
-    _pool: StatePool
-    _visited: set[int] = field(default_factory=set)
-    _spent: bool = False
 
 
 class StatePool:
@@ -148,19 +132,26 @@ class StatePool:
         self._slots.set_counts(ref.slot, position, position, position)
         return ref
 
-    def begin(self, refs: Sequence[SlotRef | None], lengths: Sequence[int] | int = 1) -> Ticket:
+    def begin(
+        self,
+        refs: Sequence[SlotRef | None],
+        lengths: Sequence[int] | int = 1,
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> Ticket:
         """Open a forward over rows.
 
         Args:
             refs: Slot of each row; None is a pad row, which reads and writes nothing.
             lengths: Tokens of each row's block (one number for all), 1 .. ``max_block``.
+            parents: Per row, the token of the block that each token continues, -1 for the committed
+                sequence; None when every row is a chain.
 
         Returns:
             A ticket for :meth:`step_` and :meth:`commit_`.
 
         Raises:
             SlotError: A slot is free, stale, invalid, named twice or already in a forward.
-            ContractError: A length is out of range.
+            ContractError: A length or a parent is out of range.
         """
         counts = [lengths] * len(refs) if isinstance(lengths, int) else [int(n) for n in lengths]
         if len(counts) != len(refs):
@@ -172,9 +163,9 @@ class StatePool:
         live = [slot for slot in slots if slot >= 0]
         if len(set(live)) != len(live):
             raise SlotError(f"refs: expected every slot at most once, got {slots}")
-        plan = self._slots.plan(slots, counts)
+        plan = self._slots.plan(slots, counts, tree_parents(parents, counts))
         self._slots.mark(live, Status.OPEN)
-        return Ticket(tuple(refs), plan, self)
+        return Ticket(tuple(refs), plan, owner=self)
 
     def step_(
         self,
@@ -196,7 +187,7 @@ class StatePool:
         self._check_ticket(ticket)
         if not 0 <= layer < self.num_layers:
             raise ContractError("layer", f"0 to {self.num_layers - 1}", layer)
-        if layer in ticket._visited:
+        if layer in ticket.visited:
             raise TicketError(f"layer {layer} has already run in this forward")
         for ref in ticket.refs:
             if ref is not None:
@@ -216,7 +207,7 @@ class StatePool:
         except BaseException:
             self._slots.mark([int(s) for s in ticket.plan.slots if s >= 0], Status.INVALID)
             raise
-        ticket._visited.add(layer)
+        ticket.visited.add(layer)
         return y
 
     def commit_(self, ticket: Ticket, num_accepted: Sequence[int | None] | int) -> None:
@@ -236,9 +227,9 @@ class StatePool:
         """
         self._check_ticket(ticket)
         rows = self._accepted_rows(ticket, num_accepted)
-        ticket._spent = True
-        missing = self.num_layers - len(ticket._visited)
-        if missing and ticket._visited:
+        ticket.is_spent = True
+        missing = self.num_layers - len(ticket.visited)
+        if missing and ticket.visited:
             self._slots.mark([slot for slot, _ in rows], Status.INVALID)
             raise TicketError(
                 f"{missing} of {self.num_layers} layers never ran in this forward; "
@@ -340,9 +331,9 @@ class StatePool:
         return ref
 
     def _check_ticket(self, ticket: Ticket) -> None:
-        if ticket._pool is not self:
+        if ticket.owner is not self:
             raise TicketError("the ticket belongs to another pool")
-        if ticket._spent:
+        if ticket.is_spent:
             raise TicketError("the ticket is spent; begin a new forward")
 
     def _check_states(self, states: Sequence[Tensor] | None) -> None:

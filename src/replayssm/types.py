@@ -126,8 +126,6 @@ class Block:
         v: ``[B, T, HV, V]`` values.
         g: ``[B, T, HV]`` or ``[B, T, HV, K]`` natural-log decays, <= 0.
         w: ``[B, T, HV]`` write strengths (Mamba-2 dt, delta-rule beta).
-        parents: ``[B, T]`` int64 or None. None is a chain. Otherwise ``parents[b, t] < t`` is the
-            node that token t continues, and -1 continues the committed sequence.
     """
 
     q: Tensor
@@ -135,7 +133,6 @@ class Block:
     v: Tensor
     g: Tensor
     w: Tensor
-    parents: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -150,4 +147,4 @@ class Block:
     def to(self, dtype: torch.dtype) -> Block:
         """Return the block with every floating tensor cast to ``dtype``."""
         q, k, v, g, w = (x.to(dtype) for x in (self.q, self.k, self.v, self.g, self.w))
-        return Block(q, k, v, g, w, self.parents)
+        return Block(q, k, v, g, w)

@@ -60,7 +60,7 @@ def step_(
     ring = store.spec.ring
     if int(plan.lengths.max(initial=0)) > ring.max_block:
         raise ContractError("block", f"at most max_block ({ring.max_block}) tokens", block.tokens)
-    is_tree = block.parents is not None
+    is_tree = plan.parents is not None
     if choose(impl, device, tiles=ring.tiles, tree=is_tree) is Impl.CPU:
         from replayssm.ops import cpu
 
@@ -113,8 +113,8 @@ def standard_(
     check_block(layer, plan, block, state.device)
     shape = (state.shape[0], layer.value_heads, layer.value_dim, layer.key_dim)
     check_tensor("state", state, shape, state.device)
-    if block.parents is not None:
-        raise ContractError("parents", "None for the standard path", "a tree")
+    if plan.parents is not None:
+        raise ContractError("plan", "chains on the standard path", "a tree")
     out = _output(out, block, state.device)
     if choose(impl, state.device) is Impl.CPU:
         from replayssm.ops import cpu

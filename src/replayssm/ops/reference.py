@@ -230,7 +230,7 @@ def _tile_planes(store: LayerStore, slot: int, rows: range) -> Planes:
 
 
 def decode_tile(store: LayerStore, slot: int, tile: int, position: int, depth: ReadDepth) -> Tensor:
-    """Return ``[HV, rows, K]`` fp32: a tile standing at ``position``, as a read of ``depth`` sees it."""
+    """Return the ``[HV, rows, K]`` fp32 tile at ``position`` as a read of ``depth`` sees it."""
     rows = tile_rows(tile, store.spec.ring.tiles, store.spec.layer.value_dim)
     columns = None
     if store.columns is not None:
@@ -286,21 +286,10 @@ def _read_row(
         length = int(plan.lengths[row])
         entries = gather(store, slot, at, first + length, compute).rows(rows)
         for t in range(length):
-            path = list(range(first - at)) + [first - at + n for n in ancestors(block, row, t)]
+            path = list(range(first - at)) + [first - at + n for n in plan.ancestors(row, t)]
             x, y = pull_back(q[t], entries.select(path), layer.write)
             y = torch.einsum("hvk,hk->hv", state, x) + y
             out[t, :, rows.start : rows.stop] = y.to(out.dtype)
-
-
-def ancestors(block: Block, row: int, token: int) -> list[int]:
-    """Return the block's nodes from the root to ``token``, both included, oldest first."""
-    if block.parents is None:
-        return list(range(token + 1))
-    path = []
-    while token >= 0:
-        path.append(token)
-        token = int(block.parents[row, token])
-    return path[::-1]
 
 
 def materialise(store: LayerStore, slot: int, base: int, folded: int, position: int) -> Tensor:

@@ -1,0 +1,58 @@
+"""One open forward: what a ticket names, and the shape of a block of drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replayssm.errors import ContractError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from replayssm.ring import BlockPlan
+    from replayssm.slots import SlotRef
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One open forward: its rows, where they stand, and the layers that have run.
+
+    Attributes:
+        refs: Slot of each row, None for a pad row.
+        plan: The integers every layer uses.
+        owner: The pool that opened it.
+        visited: Layers that have run.
+        is_spent: Whether it was committed.
+    """
+
+    refs: tuple[SlotRef | None, ...]
+    plan: BlockPlan
+    owner: object
+    visited: set[int] = field(default_factory=set)
+    is_spent: bool = False
+
+
+def tree_parents(
+    parents: Sequence[Sequence[int]] | None, lengths: Sequence[int]
+) -> NDArray[np.int64] | None:
+    """Check a block's trees and pad them to ``[B, T]`` int64; None stays None.
+
+    Raises:
+        ContractError: A row has another number of nodes, or a parent that does not come before.
+    """
+    if parents is None:
+        return None
+    if len(parents) != len(lengths):
+        raise ContractError("parents", f"{len(lengths)} rows", len(parents))
+    table = np.full((len(lengths), max(lengths, default=0)), -1, np.int64)
+    for row, (nodes, length) in enumerate(zip(parents, lengths, strict=True)):
+        if len(nodes) != length or any(not -1 <= p < t for t, p in enumerate(nodes)):
+            expected = f"{length} integers with -1 <= parents[t] < t in row {row}"
+            raise ContractError("parents", expected, list(nodes))
+        table[row, :length] = nodes
+    return table
