@@ -106,9 +106,21 @@ class SlotTable:
             raise SlotError(f"slot {slot} {_REFUSALS[status]}")
         return slot
 
+    def check_rows(self, refs: Sequence[SlotRef | None], *allowed: Status) -> list[int]:
+        """Return the slot of every row, -1 for a pad row.
+
+        Raises:
+            SlotError: As :meth:`check`, or two rows name the same slot.
+        """
+        slots = [-1 if ref is None else self.check(ref, *allowed) for ref in refs]
+        live = [slot for slot in slots if slot >= 0]
+        if len(set(live)) != len(live):
+            raise SlotError(f"refs: expected every slot at most once, got {slots}")
+        return slots
+
     def mark(self, slots: Sequence[int], status: Status) -> None:
-        """Set the status of slots that were checked before."""
-        self._status[list(slots)] = status
+        """Set the status of slots that were checked before; -1 is a pad row."""
+        self._status[[slot for slot in slots if slot >= 0]] = status
 
     def set_counts(self, slot: int, base: int, folded: int, committed: int) -> None:
         """Set where a slot stands."""
