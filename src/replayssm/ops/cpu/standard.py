@@ -1,0 +1,170 @@
+"""The standard step: the whole state is read and rewritten for every block."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+
+from replayssm.ops.cpu.common import copy_in, copy_out, load_as, scalar_as, store_as, width
+from replayssm.ops.cpu.layout import BlockAt, StandardAt
+from replayssm.ops.cpu.vector import (
+    LANES,
+    device,
+    exp,
+    fma,
+    get,
+    load,
+    mul,
+    put,
+    splat,
+    store,
+    total,
+    totals4,
+    zero,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Counts = NDArray[np.int64]
+
+
+@device
+def prepare_token(at: StandardAt, blk: BlockAt, base: int, row: int, head: int, t: int) -> None:
+    """Fill key, decay, decayed key, decayed query, value, strength and k . q of one token."""
+    key_head, step = head // (at.value_heads // at.key_heads), 4 * at.padded_key
+    key = base + at.key + t * step
+    copy_in(key, blk.k + row * blk.k_row + t * blk.k_token + key_head * blk.k_head, blk.k_kind, at.key_dim)
+    query = base + at.query + t * step
+    copy_in(query, blk.q + row * blk.q_row + t * blk.q_token + key_head * blk.q_head, blk.q_kind, at.key_dim)
+    value = base + at.value + t * 4 * at.padded_value
+    copy_in(value, blk.v + row * blk.v_row + t * blk.v_token + head * blk.v_head, blk.v_kind, at.value_dim)
+    g = blk.g + row * blk.g_row + t * blk.g_token + head * blk.g_head
+    w = blk.w + row * blk.w_row + t * blk.w_token + head * blk.w_head
+    put(base + at.strength + 8 * t, scalar_as(w, blk.w_kind))
+    match = zero()
+    one = zero()
+    if not at.per_channel:
+        one = exp(splat(scalar_as(g, blk.g_kind)))
+    for i in range(0, step, 4 * LANES):
+        d = one
+        if at.per_channel:
+            d = exp(load_as(g + width(blk.g_kind) * (i // 4), blk.g_kind, at.key_dim - i // 4))
+        match = fma(load(key + i), load(query + i), match)
+        store(base + at.decay + t * step + i, d)
+        store(base + at.seen + t * step + i, mul(d, load(key + i)))
+        store(query + i, mul(d, load(query + i)))
+    put(base + at.strength + 8 * t + 4, total(match))
+
+
+@device
+def four_rows(at: StandardAt, state: int, step: int, base: int, t: int, r: int) -> None:
+    """Advance four rows by one token: ``y = (S D) q + u (k . q)``, ``S <- S D + u k``.
+
+    The first sweep reads the rows for both products, the second rewrites them from the nearest cache.
+    """
+    row, kind = 4 * at.padded_key, at.kind
+    size, sums = width(kind), base + at.sums
+    key, query, seen = base + at.key + t * row, base + at.query + t * row, base + at.seen + t * row
+    decay, value = base + at.decay + t * row, base + at.value + t * 4 * at.padded_value + 4 * r
+    y = base + at.y + t * 4 * at.padded_value + 4 * r
+    w = get(base + at.strength + 8 * t)
+    match = get(base + at.strength + 8 * t + 4)
+    a = b = c = d = zero()
+    e = f = g = h = zero()
+    for i in range(0, at.key_dim, LANES):
+        n, p = at.key_dim - i, state + size * i
+        q, k = load(query + 4 * i), load(seen + 4 * i)
+        s0, s1 = load_as(p, kind, n), load_as(p + step, kind, n)
+        s2, s3 = load_as(p + 2 * step, kind, n), load_as(p + 3 * step, kind, n)
+        a, b, c, d = fma(s0, q, a), fma(s1, q, b), fma(s2, q, c), fma(s3, q, d)
+        if at.is_delta:
+            e, f, g, h = fma(s0, k, e), fma(s1, k, f), fma(s2, k, g), fma(s3, k, h)
+    totals4(sums, a, b, c, d)
+    totals4(sums + 16, e, f, g, h)
+    for j in range(4):
+        u = w * (get(value + 4 * j) - get(sums + 16 + 4 * j))
+        put(sums + 16 + 4 * j, u)
+        put(y + 4 * j, get(sums + 4 * j) + u * match)
+    u0, u1 = splat(get(sums + 16)), splat(get(sums + 20))
+    u2, u3 = splat(get(sums + 24)), splat(get(sums + 28))
+    for i in range(0, at.key_dim, LANES):
+        n, p = at.key_dim - i, state + size * i
+        k, o = load(key + 4 * i), load(decay + 4 * i)
+        store_as(p, kind, fma(u0, k, mul(load_as(p, kind, n), o)), n)
+        p += step
+        store_as(p, kind, fma(u1, k, mul(load_as(p, kind, n), o)), n)
+        p += step
+        store_as(p, kind, fma(u2, k, mul(load_as(p, kind, n), o)), n)
+        p += step
+        store_as(p, kind, fma(u3, k, mul(load_as(p, kind, n), o)), n)
+
+
+@device
+def one_row(at: StandardAt, state: int, base: int, t: int, r: int) -> None:
+    """Advance one row by one token; the same operations in the same order as :func:`four_rows`."""
+    row, kind = 4 * at.padded_key, at.kind
+    size = width(kind)
+    a, e = zero(), zero()
+    for i in range(0, at.key_dim, LANES):
+        s = load_as(state + size * i, kind, at.key_dim - i)
+        a = fma(s, load(base + at.query + t * row + 4 * i), a)
+        if at.is_delta:
+            e = fma(s, load(base + at.seen + t * row + 4 * i), e)
+    at_v = t * 4 * at.padded_value + 4 * r
+    u = get(base + at.strength + 8 * t) * (get(base + at.value + at_v) - total(e))
+    put(base + at.y + at_v, total(a) + u * get(base + at.strength + 8 * t + 4))
+    factor = splat(u)
+    for i in range(0, at.key_dim, LANES):
+        n, p = at.key_dim - i, state + size * i
+        k, o = load(base + at.key + t * row + 4 * i), load(base + at.decay + t * row + 4 * i)
+        store_as(p, kind, fma(factor, k, mul(load_as(p, kind, n), o)), n)
+
+
+@device
+def standard_item(at: StandardAt, blk: BlockAt, base: int, slot: int, length: int, row: int, head: int) -> None:
+    """Advance one head of one row through its block, four rows at a time for all tokens."""
+    for t in range(length):
+        prepare_token(at, blk, base, row, head, t)
+    state = at.state + slot * at.state_slot + head * at.state_head
+    whole = at.value_dim // 4 * 4 if slot >= 0 else 0
+    for r in range(0, whole, 4):
+        for t in range(length):
+            four_rows(at, state + r * at.state_row, at.state_row, base, t, r)
+    for r in range(whole, at.value_dim):
+        for t in range(length):
+            one_row(at, state + r * at.state_row, base, t, r)
+    for t in range(blk.tokens):
+        to = blk.out + row * blk.out_row + t * blk.out_token + head * blk.out_head
+        y = base + at.y + t * 4 * at.padded_value
+        if t >= length:
+            for i in range(0, 4 * at.padded_value, 4 * LANES):
+                store(y + i, zero())
+        copy_out(to, blk.out_kind, y, at.value_dim)
+
+
+@device
+def standard_share(at: StandardAt, blk: BlockAt, base: int, counts: Counts, share: int, shares: int) -> None:
+    """Run every ``shares``-th (row, head)."""
+    for item in range(share, counts.shape[1] * at.value_heads, shares):
+        row = item // at.value_heads
+        length = counts[1, row] if counts[0, row] >= 0 else 0
+        standard_item(at, blk, base, counts[0, row], length, row, item % at.value_heads)
+
+
+@numba.njit(nogil=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
+def standard_serial(at: StandardAt, blk: BlockAt, base: int, counts: Counts) -> None:
+    """Run a standard step in the calling thread; ``counts`` is ``[2, B]``: slots, lengths."""
+    standard_share(at, blk, base, counts, 0, 1)
+
+
+@numba.njit(nogil=True, error_model="numpy", cache=True, parallel=True)  # type: ignore[untyped-decorator]
+def standard_parallel(at: StandardAt, blk: BlockAt, base: int, counts: Counts, shares: int) -> None:
+    """Run a standard step in ``shares`` shares, with scratch for every share.
+
+    Memory per step and element: 4 bytes read and 4 written for fp32, 2 and 2 for bf16.
+    """
+    for share in numba.prange(shares):
+        standard_share(at, blk, base + share * at.size, counts, share, shares)
