@@ -21,6 +21,7 @@ from replayssm.ops.cpu.vector import (
     device,
     f32,
     i64,
+    lane_mask,
     load,
     load_some,
     none,
@@ -102,9 +103,15 @@ def _load_pair(convert: Callable[..., Any], *kinds: Any) -> tuple[Any, Any]:  # 
     def parts(b: Any, values: Any, n: Any) -> list[Any]:  # noqa: ANN401
         return [read_lanes(b, p, kind, n) for p, kind in zip(values, kinds, strict=True)]
 
+    def some(b: Any, *values: Any) -> Any:  # noqa: ANN401
+        # parts of 0 do not make a number of 0 where the low part is biased: mask the number as well
+        *places, n = values
+        made = convert(b, *parts(b, places, n))
+        return b.select(lane_mask(b, n), made, constant(F32, 0.0))
+
     return (
         define(vec, addresses, lambda b, *p: convert(b, *parts(b, p, None))),
-        define(vec, [*addresses, i64], lambda b, *p: convert(b, *parts(b, p[:-1], p[-1]))),
+        define(vec, [*addresses, i64], some),
     )
 
 
