@@ -1,0 +1,131 @@
+"""The model under evaluation, its tokenizer and its held-out text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replayssm.errors import ContractError, UnsupportedError
+from replayssm.models import tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel
+
+    from replayssm.types import LayerSpec
+
+DEFAULT_MODEL = "gdn-tiny"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is evaluated.
+
+    Attributes:
+        name: Bundled name, hub id, or the last part of a local path.
+        model: The model, in evaluation mode.
+        encode: Bytes to token ids.
+        text: Held-out text.
+        decode: Token ids to text.
+    """
+
+    name: str
+    model: PreTrainedModel
+    encode: Callable[[bytes], list[int]]
+    decode: Callable[[list[int]], str]
+    text: bytes
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return sum(p.numel() for p in self.model.parameters())
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Held-out sequences.
+
+    Attributes:
+        ids: ``[rows, tokens]`` int64.
+        sizes: ``[rows, tokens]`` bytes that each token stands for.
+    """
+
+    ids: NDArray[np.int64]
+    sizes: NDArray[np.float64]
+
+
+def public_name(model: str) -> str:
+    """Return a model's name without any local folder."""
+    return Path(model).name if Path(model).exists() else model
+
+
+def load(model: str) -> Subject:
+    """Load a bundled model by name, or any transformers model by path or hub id.
+
+    Raises:
+        UnsupportedError: The bundled weights are not installed.
+        ContractError: Nothing can be loaded under that name.
+    """
+    if model in tiny.NAMES:
+        try:
+            return from_bytes_model(model, tiny.load(model))
+        except FileNotFoundError as error:
+            raise UnsupportedError(
+                f"{model}: its weights are not part of this installation; name another with --model"
+            ) from error
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+        if loaded.config.get_text_config().vocab_size == 256:
+            return from_bytes_model(public_name(model), loaded)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ContractError(
+            "--model", "a bundled name, path or hub id", f"{model}: {first}"
+        ) from error
+
+    def encode(data: bytes) -> list[int]:
+        text = data.decode("utf-8", errors="replace")
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return Subject(public_name(model), loaded, encode, tokenizer.decode, tiny.heldout_text())
+
+
+def from_bytes_model(name: str, model: PreTrainedModel) -> Subject:
+    """Wrap a byte-level model (vocabulary 256, token id = byte)."""
+    return Subject(name, model, list, tiny.decode, tiny.heldout_text())
+
+
+def held_out(subject: Subject, rows: int, tokens: int, seed: int) -> Texts:
+    """Cut ``rows`` disjoint pieces of ``tokens`` tokens out of the held-out text."""
+    chunk = tokens * 8
+    rng = np.random.default_rng([seed, 1])
+    data = subject.text
+    spans = max(1, len(data) // chunk)
+    picks = rng.permutation(spans)[:rows]
+    if len(picks) < rows:
+        raise ContractError("text_rows", f"at most {spans} at {tokens} tokens", rows)
+    ids, sizes = [], []
+    for pick in picks:
+        row = subject.encode(data[pick * chunk : (pick + 1) * chunk])[:tokens]
+        if len(row) < tokens:
+            raise ContractError("text", f"at least {tokens} tokens in {chunk} bytes", len(row))
+        ids.append(row)
+        sizes.append([len(subject.decode([i]).encode()) for i in row])
+    if subject.encode is list:
+        return Texts(np.array(ids), np.ones((rows, tokens)))
+    return Texts(np.array(ids), np.array(sizes, float))
+
+
+def one_geometry(specs: tuple[LayerSpec, ...]) -> LayerSpec:
+    """Return the geometry that most layers share."""
+    if not specs:
+        raise UnsupportedError("the model has no recurrent layer of a supported kind")
+    return max(set(specs), key=specs.count)
