@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -49,6 +50,14 @@ def test_public_names_resolve() -> None:
     for name in replayssm.__all__:
         assert getattr(replayssm, name) is not None
     assert set(replayssm.__all__) <= set(dir(replayssm))
+
+
+def test_public_names_are_typed() -> None:
+    """Names that are imported on first use are known to a type checker all the same."""
+    tree = ast.parse(Path(replayssm.__file__).read_text())
+    imports = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    typed = {alias.asname for n in imports for alias in n.names if alias.asname}
+    assert typed == set(replayssm.__all__) - {"__version__"}
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
