@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from replayssm.evaluate.subject import Subject
 
 BUSY_SWITCHES_PER_SAMPLE = 20
+# names of the sections, and the share of a default run's time that each usually takes
+SECTIONS = {"compatibility": 0.2, "bottleneck": 0.2, "window and batch": 0.2, "precision": 0.4}
 
 
 class Progress(Protocol):
@@ -54,7 +56,7 @@ class Silent:
 def evaluate(subject: Subject, plan: Plan, progress: Progress | None = None) -> Result:
     """Run all four sections and judge them.
 
-    The plan is hashed before anything runs, so the margins in the result are those it was judged by.
+    The plan is hashed before anything runs: the margins in the result are those it was judged by.
 
     Args:
         subject: Model and text.
@@ -129,8 +131,11 @@ def _warnings(subject: Subject, plan: Plan, third: window.WindowResult) -> tuple
             "a large model. The layer-level numbers of section 3 do."
         )
     samples = plan.scope.rounds * len(plan.arms)
-    busy = [c for c in third.cells if sum(t.switches for t in c.timings) > 
-            BUSY_SWITCHES_PER_SAMPLE * samples]
+    busy = [
+        c
+        for c in third.cells
+        if sum(t.switches for t in c.timings) > BUSY_SWITCHES_PER_SAMPLE * samples
+    ]
     if busy:
         found.append(
             f"The machine was busy: {len(busy)} of {len(third.cells)} timed cells saw more than "

@@ -78,10 +78,16 @@ def load(model: str) -> Subject:
             raise UnsupportedError(
                 f"{model}: its weights are not part of this installation; name another with --model"
             ) from error
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+        config = AutoConfig.from_pretrained(model)
+        # a copy of a bundled model names the window its attention was trained with
+        width = getattr(config, "replayssm_window", None)
+        attention = None if width is None else tiny.register_window_attention(width)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            model, dtype="auto", attn_implementation=attention
+        ).eval()
         if loaded.config.get_text_config().vocab_size == 256:
             return from_bytes_model(public_name(model), loaded)
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -95,7 +101,10 @@ def load(model: str) -> Subject:
         text = data.decode("utf-8", errors="replace")
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    return Subject(public_name(model), loaded, encode, tokenizer.decode, tiny.heldout_text())
+    def decode(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids))
+
+    return Subject(public_name(model), loaded, encode, decode, tiny.heldout_text())
 
 
 def from_bytes_model(name: str, model: PreTrainedModel) -> Subject:

@@ -16,7 +16,7 @@ from replayssm.types import Block, Decay, Format, Impl, LayerSpec, Write
 
 if TYPE_CHECKING:
     from replayssm.evaluate.arms import Arm
-    from replayssm.state import SlotRef
+    from replayssm.slots import SlotRef
 
 INPUTS = 4
 
