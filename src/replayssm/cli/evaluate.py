@@ -33,9 +33,7 @@ MEANING = {
 
 
 def evaluate(
-    model: Annotated[
-        str | None, typer.Option(help=f"{MODEL_HELP} [default: {DEFAULT_MODEL}]")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP, show_default=DEFAULT_MODEL)] = None,
     full: Annotated[
         bool, typer.Option("--full", help="All bundled models, formats, windows and lengths.")
     ] = False,
@@ -47,7 +45,7 @@ def evaluate(
     ),
     seed: Annotated[int, typer.Option(min=0, help="Seed of texts, probes and inputs.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads. [default: all cores]")
+        int | None, typer.Option(min=1, help="Threads.", show_default="all cores")
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
@@ -113,7 +111,7 @@ def _print(result: Result, folder: Path) -> None:
     tone = {"good": "green", "bad": "red", "open": "yellow"}
     color = tone.get(tables.tone(judgement.verdict.value), "")
     out.print()
-    out.print(f"{result.plan.model}: [bold {color}]{judgement.verdict.value}[/]")
+    out.print(f"{result.plan.model}: {judgement.verdict.value}", style=f"bold {color}")
     out.print(judgement.headline)
     out.print()
     summary, routes = tables.summary(result), tables.routes(result)

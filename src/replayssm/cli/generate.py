@@ -37,7 +37,8 @@ def generate(
     model: Annotated[str, typer.Option(help=MODEL_HELP)] = "gdn-tiny",
     path: Annotated[Path, typer.Option(help="How the state is carried.")] = Path.REPLAY,
     state: Annotated[
-        Format | None, typer.Option(help="State format. [default: s32 for replay, else f32]")
+        Format | None,
+        typer.Option(help="State format.", show_default="s32 for replay, f32 for standard"),
     ] = None,
     read: Annotated[ReadDepth, typer.Option(help="Planes that a step reads.")] = ReadDepth.FULL,
     window: Annotated[int, typer.Option(min=1, help="Tokens between two folds.")] = 16,
@@ -45,7 +46,7 @@ def generate(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads. [default: all cores]")
+        int | None, typer.Option(min=1, help="Threads.", show_default="all cores")
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:

@@ -9,8 +9,11 @@ import typer
 
 import replayssm
 from replayssm.cli import env, evaluate, generate, plan_memory
-from replayssm.cli.output import report_error
+from replayssm.cli.output import ExitCode, code_of, report_error
 from replayssm.errors import ReplayError
+
+# typer brings its own click or uses the installed one, depending on its version
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="replayssm",
@@ -44,8 +47,22 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; errors of this package become one line and an exit code."""
+    """Run the command line; an expected error becomes one line and an exit code."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except ReplayError as error:
-        sys.exit(int(report_error(error)))
+        code = report_error(str(error), code_of(error))
+    except UsageError as error:
+        code = _usage(error)
+    except typer.Abort:
+        code = report_error("interrupted", ExitCode.FAILURE)
+    sys.exit(code or 0)
+
+
+def _usage(error: Exception) -> int:
+    if len(sys.argv) == 1:
+        # no arguments: the message is the help text
+        sys.stderr.write(f"{error}\n")
+        return int(ExitCode.USAGE)
+    message = getattr(error, "format_message", error.__str__)()
+    return report_error(f"{message} (see replayssm --help)", ExitCode.USAGE)

@@ -38,7 +38,7 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console; where the output is not a terminal, a wide plain one."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PLAIN_WIDTH
-    return Console(file=stream, width=width, highlight=False)
+    return Console(file=stream, width=width, highlight=False, markup=False, soft_wrap=False)
 
 
 def print_json(fields: dict[str, object]) -> None:
@@ -53,18 +53,22 @@ def print_table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], title
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(cell.strip() for cell in row))
     console().print(table)
 
 
-def report_error(error: ReplayError) -> ExitCode:
+def code_of(error: ReplayError) -> ExitCode:
+    """Return the exit code of an error of this package: wrong arguments are usage errors."""
+    return ExitCode.USAGE if isinstance(error, ContractError) else ExitCode.FAILURE
+
+
+def report_error(message: str, code: ExitCode) -> int:
     """Print an error in one line, and as a JSON object where ``--json`` was asked for."""
-    code = ExitCode.USAGE if isinstance(error, ContractError) else ExitCode.FAILURE
-    line = " ".join(str(error).split())
+    line = " ".join(message.split())
     sys.stderr.write(f"replayssm: {line}\n")
     if "--json" in sys.argv[1:]:
         print_json({"error": line, "exit_code": int(code)})
-    return code
+    return int(code)
 
 
 def use_threads(threads: int | None) -> None:

@@ -98,9 +98,12 @@ def _specs(model: str) -> tuple[LayerSpec, ...]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from replayssm.errors import ContractError, UnsupportedError
+    from replayssm.evaluate.subject import check_exists
     from replayssm.models import tiny
     from replayssm.models.registry import find_mixers
 
+    if model not in tiny.NAMES:
+        check_exists(model)
     try:
         where = tiny.weights_path(model) if model in tiny.NAMES else model
         config = AutoConfig.from_pretrained(where)

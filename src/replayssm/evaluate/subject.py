@@ -59,6 +59,17 @@ class Texts:
     sizes: NDArray[np.float64]
 
 
+def check_exists(model: str) -> None:
+    """Refuse what is clearly a local path and is not there, before any hub is asked.
+
+    Raises:
+        ContractError: ``model`` is such a path.
+    """
+    is_path = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if is_path and not Path(model).is_dir():
+        raise ContractError("--model", "a folder that exists", Path(model).name)
+
+
 def public_name(model: str) -> str:
     """Return a model's name without any local folder."""
     return Path(model).name if Path(model).exists() else model
@@ -78,6 +89,7 @@ def load(model: str) -> Subject:
             raise UnsupportedError(
                 f"{model}: its weights are not part of this installation; name another with --model"
             ) from error
+    check_exists(model)
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     try:
