@@ -14,7 +14,6 @@ the result is admitted at the new position).
 from __future__ import annotations
 
 import copy
-import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from replayssm.errors import (
     UnsupportedError,
 )
 from replayssm.integrations.hooks import Call, StateHook
+from replayssm.integrations.layer import BoundLayer, bound_class, exchange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,7 +107,7 @@ class CacheBinding:
         plain = self.layers
         for ordinal, layer in enumerate(plain):
             kind: type = type(layer)
-            bound = _exchange(layer, _bound_class(kind))
+            bound = exchange(layer, bound_class(kind))
             del bound.__dict__["recurrent_states"]
             bound.is_recurrent_states_initialized = dict.fromkeys(
                 layer.is_recurrent_states_initialized, False
@@ -131,7 +131,7 @@ class CacheBinding:
         if self.rows is not None:
             states = list(self._model_states())
         for layer, index, state in zip(self.layers, self._indices, states, strict=True):
-            plain = _exchange(layer, type(layer).plain)
+            plain = exchange(layer, type(layer).plain)
             del plain.binding, plain.ordinal
             plain.recurrent_states = dict.fromkeys(range(layer.number_of_states))
             plain.recurrent_states[0] = state
@@ -267,95 +267,6 @@ class CacheBinding:
         )
 
 
-class BoundLayer:
-    """Mixed into the class of a transformers cache layer while its cache is bound.
-
-    Overrides everything that reads or moves ``recurrent_states``; the layer's other parts
-    (convolution states, keys and values) keep transformers' own code.
-    """
-
-    plain: type
-    binding: CacheBinding
-    ordinal: int
-
-    is_compileable = False
-    is_croppable = False
-
-    @property
-    def recurrent_states(self) -> dict[int, Tensor | StateHook | None]:
-        """State 0 as :meth:`CacheBinding.view` shows it; other states do not exist."""
-        states: dict[int, Tensor | StateHook | None] = dict.fromkeys(range(self._states()))
-        states[0] = self.binding.view(self.ordinal)
-        return states
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor | StateHook, state_idx: int = 0, **_kwargs: object
-    ) -> Tensor | StateHook:
-        """Take the final state of a prefill, or the hook after a step."""
-        if state_idx != 0:
-            raise UnsupportedError(
-                f"recurrent state {state_idx} of a layer; only state 0 is served"
-            )
-        return self.binding.update(self.ordinal, recurrent_states)
-
-    def reset(self) -> None:
-        """Reset the layer; the first recurrent layer resets the rows."""
-        super().reset()  # type: ignore[misc]
-        if self.ordinal == 0:
-            self.binding.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder rows for beam search."""
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
-        self._select_rows(beam_idx.tolist())
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows at ``indices``."""
-        self._select_everywhere(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times, copies side by side."""
-        if self.binding.rows is not None:
-            rows = torch.arange(self.binding.rows.count)
-            self._select_everywhere(rows.repeat_interleave(repeats))
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove tokens; removing none is allowed.
-
-        Raises:
-            UnsupportedError: ``tokens_to_remove`` is not 0.
-        """
-        if tokens_to_remove != 0:
-            raise UnsupportedError(
-                f"crop({tokens_to_remove}): a bound cache cannot take tokens back yet; "
-                "prefill a fresh cache instead"
-            )
-        if self.record_past:  # type: ignore[attr-defined]
-            super().crop(0)  # type: ignore[misc]
-
-    def _states(self) -> int:
-        return int(self.number_of_states)  # type: ignore[attr-defined]
-
-    def _select_rows(self, index: list[int]) -> None:
-        if self.ordinal == 0:
-            self.binding.select(index)
-
-    def _select_everywhere(self, indices: Tensor) -> None:
-        conv: dict[int, Tensor | None] = self.conv_states  # type: ignore[attr-defined]
-        for i, state in conv.items():
-            if state is not None:
-                conv[i] = state.index_select(0, indices.to(state.device))
-        # layers that also hold keys and values have their own method for those
-        if hasattr(super(), "batch_select_indices"):
-            super().batch_select_indices(indices)  # type: ignore[misc]
-        self._select_rows(indices.tolist())
-
-
-@functools.cache
-def _bound_class(plain: type) -> type:
-    return type(f"Bound{plain.__name__}", (BoundLayer, plain), {"plain": plain})
-
-
 def bind(handle: Enabled, cache: Any, tokens: int) -> CacheBinding:  # noqa: ANN401 - transformers' Cache
     """Return the binding of a cache, binding it first if this is its first forward.
 
@@ -387,13 +298,6 @@ def bind(handle: Enabled, cache: Any, tokens: int) -> CacheBinding:  # noqa: ANN
     binding.adopt()
     handle.track(binding)
     return binding
-
-
-def _exchange(layer: Any, kind: Any) -> Any:  # noqa: ANN401 - transformers' cache layers
-    """Return an object of ``kind`` with the attributes of ``layer``."""
-    twin = kind.__new__(kind)
-    twin.__dict__.update(layer.__dict__)
-    return twin
 
 
 def _position(layers: Sequence[Any], first: int, tokens: int) -> int:

@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import ModuleType
 
+    from torch import nn
+
     from replayssm.models.adapters import Adapter, Site
     from replayssm.models.registry import Mixer
+
+
+CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +146,16 @@ def uninstall(keys: Iterable[tuple[str, str]]) -> None:
                 "is left as it is; the dispatcher under it passes every call through",
                 stacklevel=2,
             )
+
+
+def cache_argument(mixer: nn.Module) -> str:
+    """Return the name under which a mixer's ``forward`` takes its cache.
+
+    Raises:
+        UnsupportedError: There is none.
+    """
+    parameters = inspect.signature(mixer.forward).parameters
+    for name in CACHE_ARGUMENTS:
+        if name in parameters:
+            return name
+    raise UnsupportedError(f"{type(mixer).__name__}.forward takes no cache: {list(parameters)}")

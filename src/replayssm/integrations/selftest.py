@@ -96,7 +96,7 @@ def _check(model: nn.Module, mixer: Mixer) -> None:
     weight: Tensor = mixer.module.conv1d.weight  # type: ignore[union-attr, assignment]
     hidden_size = at.config.get_text_config().hidden_size
     cache: Any = DynamicCache(config=at.config.get_text_config())
-    argument = _cache_name(mixer)
+    argument = hooks.cache_argument(mixer.module)
 
     def run(tokens: int) -> None:
         hidden = torch.randn(ROWS, tokens, hidden_size, generator=generator)
@@ -107,6 +107,7 @@ def _check(model: nn.Module, mixer: Mixer) -> None:
     try:
         with torch.no_grad():
             run(PROMPT)
+            _mark_prefilled(cache)
             states = cache.layers[mixer.layer_idx].recurrent_states
             _check_shape(mixer, states[0])
             for tokens, site in ((1, mixer.adapter.step), (BLOCK, mixer.adapter.chunk)):
@@ -123,6 +124,14 @@ def _check(model: nn.Module, mixer: Mixer) -> None:
         ) from error
     finally:
         mixer.module.train(was_training)
+
+
+def _mark_prefilled(cache: Any) -> None:  # noqa: ANN401 - transformers' Cache
+    # some mixers ask whether the last recurrent layer has a state; only one layer runs here
+    for layer in cache.layers:
+        flags = getattr(layer, "has_previous_state", None)
+        if isinstance(flags, dict):
+            flags.update(dict.fromkeys(flags, True))
 
 
 def _check_calls(mixer: Mixer, calls: list[str], tokens: int, expected: str) -> None:
@@ -150,12 +159,6 @@ def _serial(
     plan = BlockPlan(slots, zero, zero, zero, np.full(ROWS, block.tokens, np.int64))
     reference.standard_(state, plan, block, spec.write, out)
     return out, state
-
-
-def _cache_name(mixer: Mixer) -> str:
-    from replayssm.integrations.transformers import cache_argument
-
-    return cache_argument(mixer.module)
 
 
 def _fp32(value: object) -> object:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from replayssm.errors import ContractError, SlotError, UnsupportedError
+from replayssm.errors import ContractError, UnsupportedError
 from replayssm.integrations import hooks
 from replayssm.integrations.cache import CacheBinding, bind
 from replayssm.integrations.rows import ReplayRows, Rows, StandardRows
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 PATHS = ("replay", "standard")
 STANDARD_STATES = {Format.F32: torch.float32, Format.BF16: torch.bfloat16}
-CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
 _ATTRIBUTE = "_replayssm_enabled"
 
 
@@ -245,19 +244,6 @@ def parameter_dtype(mixer: nn.Module) -> torch.dtype:
     return dtype
 
 
-def cache_argument(mixer: nn.Module) -> str:
-    """Return the name under which a mixer's ``forward`` takes its cache.
-
-    Raises:
-        UnsupportedError: There is none.
-    """
-    parameters = inspect.signature(mixer.forward).parameters
-    for name in CACHE_ARGUMENTS:
-        if name in parameters:
-            return name
-    raise UnsupportedError(f"{type(mixer).__name__}.forward takes no cache: {list(parameters)}")
-
-
 def _precision(
     path: str, state: Format | str | None, read: ReadDepth | str
 ) -> tuple[Format, ReadDepth]:
@@ -277,12 +263,12 @@ def _precision(
 
 def _watch(handle: Enabled, ordinal: int, mixer: nn.Module) -> list[RemovableHandle]:
     """Hook a mixer's forward: bind its cache and enter the layer before it, leave it after."""
-    position = list(inspect.signature(mixer.forward).parameters).index(cache_argument(mixer))
+    position = list(inspect.signature(mixer.forward).parameters).index(hooks.cache_argument(mixer))
     running: list[CacheBinding] = []
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = args[position] if len(args) > position else None
-        for name in CACHE_ARGUMENTS:
+        for name in hooks.CACHE_ARGUMENTS:
             cache = kwargs.get(name, cache) if cache is None else cache
         running.clear()
         if cache is None:
@@ -301,6 +287,3 @@ def _watch(handle: Enabled, ordinal: int, mixer: nn.Module) -> list[RemovableHan
         mixer.register_forward_pre_hook(before, with_kwargs=True),
         mixer.register_forward_hook(after, always_call=True),
     ]
-
-
-__all__ = ["Enabled", "SlotError", "disable", "enable"]
