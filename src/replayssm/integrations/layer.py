@@ -63,9 +63,9 @@ class BoundLayer:
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, copies side by side."""
-        if self.binding.rows is not None:
-            rows = torch.arange(self.binding.rows.count)
-            self._select_everywhere(rows.repeat_interleave(repeats))
+        conv: dict[int, Tensor | None] = self.conv_states  # type: ignore[attr-defined]
+        rows = next((int(state.shape[0]) for state in conv.values() if state is not None), 0)
+        self._select_everywhere(torch.arange(rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Refuse to remove tokens; removing none is allowed.
