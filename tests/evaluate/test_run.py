@@ -9,7 +9,7 @@ from replayssm.errors import ContractError
 from replayssm.evaluate import compatibility, run
 from replayssm.evaluate.bottleneck import amdahl, twin
 from replayssm.evaluate.plan import Plan
-from replayssm.evaluate.report import render, write
+from replayssm.evaluate.report import render, render_overview, write
 from replayssm.evaluate.report.tables import section_seconds
 from replayssm.evaluate.result import dump, parse, schema
 
@@ -124,3 +124,9 @@ def test_a_twin_shares_every_parameter(subject):
 def test_amdahl_carries_the_interval(estimate):
     found = amdahl(estimate(0.5, 0.4, 0.6))
     assert (found.low, found.value, found.high) == pytest.approx((1 / 0.6, 2.0, 2.5))
+
+
+def test_overview_links_to_every_model(result):
+    html = render_overview([result, result])
+    assert html.count('href="random-gdn/report.html"') == 2
+    assert not re.findall(r"https?://|src=", html)

@@ -66,6 +66,10 @@ def evaluate(
         results[plan.model] = _run(name, plan, folder, quiet=quiet)
         if not as_json:
             _print(results[plan.model], folder)
+    if len(results) > 1:
+        from replayssm.evaluate.report import write_overview
+
+        write_overview(list(results.values()), out)
     code = _code(list(results.values()))
     if as_json:
         print_json(_summary(results, out, code))

@@ -85,15 +85,15 @@ class Scope:
     steps: int = 512
     prefills: tuple[int, ...] = (16, 128, 1024)
     decode_batches: tuple[int, ...] = (1, 16, 64)
-    decode_samples: int = 8
+    decode_samples: int = 5
     batches: tuple[int, ...] = (1, 4, 16, 64)
     windows: tuple[int, ...] = (8, 16, 32)
     rounds: int = 6
     working_set: int = 128 << 20
-    budget_bytes: int = 192 << 20
+    budget_bytes: int = 128 << 20
     buckets: tuple[int, ...] = (512, 2048, 8192)
-    text_rows: int = 4
-    probes: tuple[tuple[int, int], ...] = ((512, 32), (2048, 12), (8192, 2))
+    text_rows: int = 2
+    probes: tuple[tuple[int, int], ...] = ((256, 36), (1024, 5), (8192, 2))
     block: int = 8
 
 
@@ -105,7 +105,7 @@ FULL_SCOPE = Scope(
     working_set=512 << 20,
     budget_bytes=1 << 30,
     text_rows=8,
-    probes=((512, 64), (2048, 32), (8192, 8)),
+    probes=((256, 96), (1024, 48), (2048, 24), (4096, 16), (8192, 8)),
 )
 
 

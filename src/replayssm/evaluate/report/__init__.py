@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from replayssm.evaluate.report.build import render, write
+from replayssm.evaluate.report.build import render, render_overview, write, write_overview
 
-__all__ = ["render", "write"]
+__all__ = ["render", "render_overview", "write", "write_overview"]

@@ -1,17 +1,18 @@
-"""Put a result into the template."""
+"""Put results into the templates."""
 
 from __future__ import annotations
 
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from replayssm.evaluate.report import plots, tables, words
 from replayssm.evaluate.result import dump
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from replayssm.evaluate.result import Result
@@ -45,15 +46,9 @@ TABLES = {
 
 def render(result: Result) -> str:
     """Return the report as one HTML document that needs no network."""
-    # plain <script> content: a closing tag inside the data must not end it
+    # script content is plain text: a closing tag inside the data must not end it
     data = dump(result).replace("</", "<\\/")
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters.update(tone=tables.tone, duration=words.duration, percent=words.percent)
-    source = files("replayssm.evaluate.report") / "template.html.j2"
-    template = environment.from_string(source.read_text(encoding="utf-8"))
-    return template.render(
+    return _template("template.html.j2").render(
         result=result,
         judgement=result.judgement,
         plan=result.plan,
@@ -61,12 +56,42 @@ def render(result: Result) -> str:
         figures={name: Markup(draw(result)) for name, draw in FIGURES.items()},
         tables={name: make(result) for name, make in TABLES.items()},
         data=Markup(data),
+        style=Markup(_read("style.css")),
         words=words,
+    )
+
+
+def render_overview(results: Sequence[Result]) -> str:
+    """Return a page over several models that links to a report in each model's own folder."""
+    return _template("overview.html.j2").render(
+        results=results, summary=tables.summary, style=Markup(_read("style.css"))
     )
 
 
 def write(result: Result, folder: Path) -> Path:
     """Write ``report.html`` into a folder and return its path."""
+    return _write(render(result), folder)
+
+
+def write_overview(results: Sequence[Result], folder: Path) -> Path:
+    """Write the overview as ``report.html`` into the folder that holds the models' folders."""
+    return _write(render_overview(results), folder)
+
+
+def _write(html: str, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
-    path.write_text(render(result), encoding="utf-8")
+    path.write_text(html, encoding="utf-8")
     return path
+
+
+def _template(name: str) -> Template:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(tone=tables.tone, duration=words.duration)
+    return environment.from_string(_read(name))
+
+
+def _read(name: str) -> str:
+    return (files("replayssm.evaluate.report") / name).read_text(encoding="utf-8")
