@@ -68,7 +68,7 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """An exact result and how far from it each row may be.
+    """An exact result and how far from it each row may be, relative to the row's largest element.
 
     Attributes:
         exact: ``[B, ...]`` fp64.
@@ -169,4 +169,6 @@ def _exact_fold(before: LayerStore, plan: BlockPlan, row: int) -> Tensor:
 def _budget(exact: Tensor, plain: Tensor, rounding: float) -> Budget:
     error = torch.where(plain.double() == exact, 0.0, (plain.double() - exact).abs())
     worst, size = (x.flatten(1).nan_to_num(0.0, 0.0, 0.0).amax(1) for x in (error, exact.abs()))
-    return Budget(exact, 2 * worst + rounding * size)
+    # one row's plain error may be small by luck: the worst row's, relative to its size, counts
+    relative = torch.where(size > 0, worst / size, 0.0).amax() if len(size) else 0.0
+    return Budget(exact, (2 * relative + rounding) * size)
