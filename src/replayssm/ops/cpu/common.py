@@ -18,9 +18,9 @@ from replayssm.ops.cpu.vector import (
     call,
     constant,
     define,
-    device,
     f32,
     i64,
+    inlined,
     lane_mask,
     load,
     load_some,
@@ -141,7 +141,7 @@ _put_q16_some = define(
     none, (i64, i64, vec, i64), lambda b, h, w, x, n: _store_fixed(b, h, w, x, 8, n)
 )
 
-@device
+@inlined
 def load_as(at: int, kind: int, n: int) -> Vec:
     """Load n elements of an element type as fp32."""
     if n >= LANES:
@@ -157,7 +157,7 @@ def load_as(at: int, kind: int, n: int) -> Vec:
     return _load_f16_some(at, n)
 
 
-@device
+@inlined
 def store_as(at: int, kind: int, x: Vec, n: int) -> None:
     """Round fp32 to an element type (to nearest even) and store n elements."""
     if n >= LANES:
@@ -175,60 +175,76 @@ def store_as(at: int, kind: int, x: Vec, n: int) -> None:
         _store_f16_some(at, x, n)
 
 
-@device
+@inlined
 def scalar_as(at: int, kind: int) -> float:
     """Load one element of an element type as fp32."""
     return total(load_as(at, kind, 1))
 
 
-@device
+@inlined
 def width(kind: int) -> int:
     """Return the bytes of one element."""
     return 4 if kind == IS_F32 else 2
 
 
-@device
+@inlined
 def copy_in(to: int, at: int, kind: int, n: int) -> None:
     """Copy n elements to padded fp32: whole lanes are written, those behind n are 0."""
-    size = width(kind)
-    for i in range(0, n, LANES):
-        store(to + 4 * i, load_as(at + size * i, kind, n - i))
+    size, whole = width(kind), n // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(to + 4 * i, load_as(at + size * i, kind, LANES))
+    if whole < n:
+        store(to + 4 * whole, load_as(at + size * whole, kind, n - whole))
 
 
-@device
+@inlined
 def copy_out(to: int, kind: int, at: int, n: int) -> None:
     """Copy n padded fp32 numbers to an element type."""
-    size = width(kind)
-    for i in range(0, n, LANES):
-        store_as(to + size * i, kind, load(at + 4 * i), n - i)
+    size, whole = width(kind), n // LANES * LANES
+    for i in range(0, whole, LANES):
+        store_as(to + size * i, kind, load(at + 4 * i), LANES)
+    if whole < n:
+        store_as(to + size * whole, kind, load(at + 4 * whole), n - whole)
 
 
-@device
+@inlined
 def clear(at: int, n: int) -> None:
     """Zero n padded fp32 numbers."""
     for i in range(0, n, LANES):
         store(at + 4 * i, zero())
 
 
-@device
+@inlined
+def put_f32(high: int, low: int, i: int, x: Vec, n: int) -> None:
+    """Write ``f32``."""
+    store_as(high + 4 * i, IS_F32, x, n)
+
+
+@inlined
+def put_bf16(high: int, low: int, i: int, x: Vec, n: int) -> None:
+    """Round and write ``bf16``."""
+    store_as(high + 2 * i, IS_BF16, x, n)
+
+
+@inlined
 def plane_f32(high: int, low: int, i: int, n: int) -> Vec:
     """Read ``f32``."""
     return load(high + 4 * i) if n >= LANES else load_some(high + 4 * i, n)
 
 
-@device
+@inlined
 def plane_bf16(high: int, low: int, i: int, n: int) -> Vec:
     """Read ``bf16``, or the high plane of ``s32``."""
     return _load_bf16(high + 2 * i) if n >= LANES else _load_bf16_some(high + 2 * i, n)
 
 
-@device
+@inlined
 def plane_i8(high: int, low: int, i: int, n: int) -> Vec:
     """Read the high plane of ``q24`` or ``q16``, in units of row scale times column scale."""
     return _load_i8(high + i) if n >= LANES else _load_i8_some(high + i, n)
 
 
-@device
+@inlined
 def plane_s32(high: int, low: int, i: int, n: int) -> Vec:
     """Read both planes of ``s32``."""
     if n >= LANES:
@@ -236,7 +252,7 @@ def plane_s32(high: int, low: int, i: int, n: int) -> Vec:
     return _load_s32_some(high + 2 * i, low + 2 * i, n)
 
 
-@device
+@inlined
 def plane_q24(high: int, low: int, i: int, n: int) -> Vec:
     """Read both planes of ``q24``, in units of 2^-16 row scale times column scale."""
     if n >= LANES:
@@ -244,7 +260,7 @@ def plane_q24(high: int, low: int, i: int, n: int) -> Vec:
     return _load_q24_some(high + i, low + 2 * i, n)
 
 
-@device
+@inlined
 def plane_q16(high: int, low: int, i: int, n: int) -> Vec:
     """Read both planes of ``q16``, in units of 2^-8 row scale times column scale."""
     if n >= LANES:
@@ -252,7 +268,7 @@ def plane_q16(high: int, low: int, i: int, n: int) -> Vec:
     return _load_q16_some(high + i, low + i, n)
 
 
-@device
+@inlined
 def put_s32(high: int, low: int, i: int, x: Vec, n: int) -> None:
     """Write both planes of ``s32``."""
     if n >= LANES:
@@ -261,7 +277,7 @@ def put_s32(high: int, low: int, i: int, x: Vec, n: int) -> None:
         _put_s32_some(high + 2 * i, low + 2 * i, x, n)
 
 
-@device
+@inlined
 def put_q24(high: int, low: int, i: int, x: Vec, n: int) -> None:
     """Round, clip, cut and write both planes of ``q24``."""
     if n >= LANES:
@@ -270,7 +286,7 @@ def put_q24(high: int, low: int, i: int, x: Vec, n: int) -> None:
         _put_q24_some(high + i, low + 2 * i, x, n)
 
 
-@device
+@inlined
 def put_q16(high: int, low: int, i: int, x: Vec, n: int) -> None:
     """Round, clip, cut and write both planes of ``q16``."""
     if n >= LANES:

@@ -11,6 +11,8 @@ What a fold writes depends on the planes, the entries and their boundary only, n
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from replayssm.formats import COLUMN_SCALE_MAX, COLUMN_SCALE_MIN, HIGH_MAX, ROW_SCALE_MIN
@@ -23,13 +25,14 @@ from replayssm.ops.cpu.common import (
     IS_BF16,
     clear,
     copy_in,
-    copy_out,
     load_as,
     plane_bf16,
     plane_f32,
     plane_q16,
     plane_q24,
     plane_s32,
+    put_bf16,
+    put_f32,
     put_q16,
     put_q24,
     put_s32,
@@ -57,11 +60,15 @@ from replayssm.ops.cpu.vector import (
     put,
     splat,
     store,
-    store_some,
     sub,
     total,
     zero,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from replayssm.ops.cpu.vector import Vec
 
 ONE = np.float32(1.0)
 NAN = np.float32(np.nan)
@@ -74,6 +81,8 @@ HIGHEST = np.float32(HIGH_MAX)
 BF16_MAX = np.float32(3.3895313892515355e38)
 UNIT_Q24 = np.float32(2.0**-16)
 UNIT_Q16 = np.float32(2.0**-8)
+LEVELS_Q24 = np.float32(2.0**16)
+LEVELS_Q16 = np.float32(2.0**8)
 
 
 @device
@@ -145,6 +154,85 @@ def prepare_channel(
                 put(lower + t * step + 4 * s, get(strength + 4 * s) * total(seen))
 
 
+def make_decode(plane: Callable[[int, int, int, int], Vec]) -> Callable[..., None]:
+    """Return the decoder of one row of an unscaled format."""
+
+    @device
+    def decode(to: int, high: int, low: int, keys: int) -> None:
+        whole = keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            store(to + 4 * i, plane(high, low, i, LANES))
+        if whole < keys:
+            store(to + 4 * whole, plane(high, low, whole, keys - whole))
+
+    return decode
+
+
+def make_decode_fixed(plane: Callable[[int, int, int, int], Vec]) -> Callable[..., None]:
+    """Return the decoder of one row of a fixed-point format; ``unit`` is its row scale times 2^-m."""
+
+    @device
+    def decode(to: int, high: int, low: int, unit: float, column: int, keys: int) -> None:
+        factor, whole = splat(unit), keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            store(to + 4 * i, mul(mul(plane(high, low, i, LANES), factor), load(column + 4 * i)))
+        if whole < keys:
+            last = mul(mul(plane(high, low, whole, keys - whole), factor), load(column + 4 * whole))
+            store(to + 4 * whole, last)
+
+    return decode
+
+
+def make_encode(put_lanes: Callable[[int, int, int, Vec, int], None]) -> Callable[..., None]:
+    """Return the encoder of one row of an unscaled format."""
+
+    @device
+    def encode(at: int, high: int, low: int, keys: int) -> None:
+        whole = keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            put_lanes(high, low, i, load(at + 4 * i), LANES)
+        if whole < keys:
+            put_lanes(high, low, whole, load(at + 4 * whole), keys - whole)
+
+    return encode
+
+
+def make_encode_fixed(
+    put_lanes: Callable[[int, int, int, Vec, int], None], levels: float
+) -> Callable[..., None]:
+    """Return the encoder of one row of a fixed-point format; integers equal ``formats.encode``'s."""
+
+    @device
+    def encode(at: int, high: int, low: int, scale: int, inverse: int, keys: int) -> None:
+        top, whole = zero(), keys // LANES * LANES
+        for i in range(0, keys, LANES):
+            top = largest(top, absolute(mul(load(at + 4 * i), load(inverse + 4 * i))))
+        bits = largest_bits(top)
+        row_scale = bits_to_float(bits) / HIGHEST
+        if bits >= INFINITY_BITS or row_scale < ROW_MIN:
+            put(scale, NAN if bits >= INFINITY_BITS else ZERO)
+            for i in range(0, keys, LANES):
+                put_lanes(high, low, i, zero(), keys - i)
+            return
+        put(scale, row_scale)
+        steps = splat(levels / row_scale)
+        for i in range(0, whole, LANES):
+            normal = mul(load(at + 4 * i), load(inverse + 4 * i))
+            put_lanes(high, low, i, mul(normal, steps), LANES)
+        if whole < keys:
+            normal = mul(load(at + 4 * whole), load(inverse + 4 * whole))
+            put_lanes(high, low, whole, mul(normal, steps), keys - whole)
+
+    return encode
+
+
+_decode_f32, _encode_f32 = make_decode(plane_f32), make_encode(put_f32)
+_decode_bf16, _encode_bf16 = make_decode(plane_bf16), make_encode(put_bf16)
+_decode_s32, _encode_s32 = make_decode(plane_s32), make_encode(put_s32)
+_decode_q24, _encode_q24 = make_decode_fixed(plane_q24), make_encode_fixed(put_q24, LEVELS_Q24)
+_decode_q16, _encode_q16 = make_decode_fixed(plane_q16), make_encode_fixed(put_q16, LEVELS_Q16)
+
+
 @device
 def decode_rows(
     fmt: int, block: int, high: int, high_row: int, low: int, low_row: int, scale: int, column: int, rows: int, keys: int, row: int
@@ -155,24 +243,15 @@ def decode_rows(
         if r >= rows:
             clear(to, keys)
         elif fmt == FMT_F32:
-            for i in range(0, keys, LANES):
-                store(to + 4 * i, plane_f32(top, rest, i, keys - i))
+            _decode_f32(to, top, rest, keys)
         elif fmt == FMT_BF16:
-            for i in range(0, keys, LANES):
-                store(to + 4 * i, plane_bf16(top, rest, i, keys - i))
+            _decode_bf16(to, top, rest, keys)
         elif fmt == FMT_S32:
-            for i in range(0, keys, LANES):
-                store(to + 4 * i, plane_s32(top, rest, i, keys - i))
+            _decode_s32(to, top, rest, keys)
         elif fmt == FMT_Q24:
-            factor = splat(get(scale + 4 * r) * UNIT_Q24)
-            for i in range(0, keys, LANES):
-                part = mul(plane_q24(top, rest, i, keys - i), factor)
-                store(to + 4 * i, mul(part, load(column + 4 * i)))
+            _decode_q24(to, top, rest, get(scale + 4 * r) * UNIT_Q24, column, keys)
         else:
-            factor = splat(get(scale + 4 * r) * UNIT_Q16)
-            for i in range(0, keys, LANES):
-                part = mul(plane_q16(top, rest, i, keys - i), factor)
-                store(to + 4 * i, mul(part, load(column + 4 * i)))
+            _decode_q16(to, top, rest, get(scale + 4 * r) * UNIT_Q16, column, keys)
 
 
 @device
@@ -239,35 +318,6 @@ def collect_amax(amax: int, block: int, rows: int, row: int) -> None:
 
 
 @device
-def encode_fixed(fmt: int, at: int, high: int, low: int, scale: int, inverse: int, keys: int) -> None:
-    """Encode one fp32 row as ``q24`` or ``q16``; the integers equal those of ``formats.encode``."""
-    top = zero()
-    for i in range(0, keys, LANES):
-        top = largest(top, absolute(mul(load(at + 4 * i), load(inverse + 4 * i))))
-    bits = largest_bits(top)
-    row_scale = bits_to_float(bits) / HIGHEST
-    if bits >= INFINITY_BITS or row_scale < ROW_MIN:
-        put(scale, NAN if bits >= INFINITY_BITS else ZERO)
-        for i in range(0, keys, LANES):
-            if fmt == FMT_Q24:
-                put_q24(high, low, i, zero(), keys - i)
-            else:
-                put_q16(high, low, i, zero(), keys - i)
-        return
-    put(scale, row_scale)
-    if fmt == FMT_Q24:
-        steps = splat(np.float32(65536.0) / row_scale)
-        for i in range(0, keys, LANES):
-            normal = mul(load(at + 4 * i), load(inverse + 4 * i))
-            put_q24(high, low, i, mul(normal, steps), keys - i)
-    else:
-        steps = splat(np.float32(256.0) / row_scale)
-        for i in range(0, keys, LANES):
-            normal = mul(load(at + 4 * i), load(inverse + 4 * i))
-            put_q16(high, low, i, mul(normal, steps), keys - i)
-
-
-@device
 def encode_rows(
     fmt: int, block: int, high: int, high_row: int, low: int, low_row: int, scale: int, inverse: int, rows: int, keys: int, row: int
 ) -> None:
@@ -275,18 +325,15 @@ def encode_rows(
     for r in range(rows):
         at, top, rest = block + r * row, high + r * high_row, low + r * low_row
         if fmt == FMT_F32:
-            for i in range(0, keys, LANES):
-                if keys - i >= LANES:
-                    store(top + 4 * i, load(at + 4 * i))
-                else:
-                    store_some(top + 4 * i, load(at + 4 * i), keys - i)
+            _encode_f32(at, top, rest, keys)
         elif fmt == FMT_BF16:
-            copy_out(top, IS_BF16, at, keys)
+            _encode_bf16(at, top, rest, keys)
         elif fmt == FMT_S32:
-            for i in range(0, keys, LANES):
-                put_s32(top, rest, i, load(at + 4 * i), keys - i)
+            _encode_s32(at, top, rest, keys)
+        elif fmt == FMT_Q24:
+            _encode_q24(at, top, rest, scale + 4 * r, inverse, keys)
         else:
-            encode_fixed(fmt, at, top, rest, scale + 4 * r, inverse, keys)
+            _encode_q16(at, top, rest, scale + 4 * r, inverse, keys)
 
 
 @device

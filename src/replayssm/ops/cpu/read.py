@@ -16,12 +16,13 @@ from replayssm.ops.cpu.common import (
     plane_q24,
     plane_s32,
 )
-from replayssm.ops.cpu.vector import LANES, Vec, device, fma, load, put, total, totals4, totals8, zero
+from replayssm.ops.cpu.vector import LANES, Vec, device, fma, inlined, load, put, total, totals4, totals8, zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Dots = "Callable[[int, int, int, int, int, int, int, int, int, int, int], None]"
+    Four = tuple[Vec, Vec, Vec, Vec]
+    Eight = tuple[Vec, Vec, Vec, Vec, Vec, Vec, Vec, Vec]
 
 
 def make_dots(plane: Callable[[int, int, int, int], Vec]) -> Callable[..., None]:
@@ -31,53 +32,70 @@ def make_dots(plane: Callable[[int, int, int, int], Vec]) -> Callable[..., None]
     result does not depend on the number of rows or queries beside it.
     """
 
-    @device
+    @inlined
+    def eight(high: int, step: int, low: int, low_step: int, q: Vec, i: int, n: int, sums: Eight) -> Eight:
+        a, b, c, d, e, f, g, h = sums
+        a = fma(plane(high, low, i, n), q, a)
+        b = fma(plane(high + step, low + low_step, i, n), q, b)
+        c = fma(plane(high + 2 * step, low + 2 * low_step, i, n), q, c)
+        d = fma(plane(high + 3 * step, low + 3 * low_step, i, n), q, d)
+        e = fma(plane(high + 4 * step, low + 4 * low_step, i, n), q, e)
+        f = fma(plane(high + 5 * step, low + 5 * low_step, i, n), q, f)
+        g = fma(plane(high + 6 * step, low + 6 * low_step, i, n), q, g)
+        h = fma(plane(high + 7 * step, low + 7 * low_step, i, n), q, h)
+        return a, b, c, d, e, f, g, h
+
+    @inlined
     def eight_rows(high: int, step: int, low: int, low_step: int, x: int, keys: int, to: int) -> None:
-        a = b = c = d = zero()
-        e = f = g = h = zero()
-        for i in range(0, keys, LANES):
-            n = keys - i
-            q = load(x + 4 * i)
-            a = fma(plane(high, low, i, n), q, a)
-            b = fma(plane(high + step, low + low_step, i, n), q, b)
-            c = fma(plane(high + 2 * step, low + 2 * low_step, i, n), q, c)
-            d = fma(plane(high + 3 * step, low + 3 * low_step, i, n), q, d)
-            e = fma(plane(high + 4 * step, low + 4 * low_step, i, n), q, e)
-            f = fma(plane(high + 5 * step, low + 5 * low_step, i, n), q, f)
-            g = fma(plane(high + 6 * step, low + 6 * low_step, i, n), q, g)
-            h = fma(plane(high + 7 * step, low + 7 * low_step, i, n), q, h)
+        whole = keys // LANES * LANES
+        o = zero()
+        sums = (o, o, o, o, o, o, o, o)
+        for i in range(0, whole, LANES):
+            sums = eight(high, step, low, low_step, load(x + 4 * i), i, LANES, sums)
+        if whole < keys:
+            sums = eight(high, step, low, low_step, load(x + 4 * whole), whole, keys - whole, sums)
+        a, b, c, d, e, f, g, h = sums
         totals8(to, a, b, c, d, e, f, g, h)
 
-    @device
+    @inlined
+    def four(row: Vec, p: Vec, q: Vec, r: Vec, s: Vec, sums: Four) -> Four:
+        a, b, c, d = sums
+        return fma(row, p, a), fma(row, q, b), fma(row, r, c), fma(row, s, d)
+
+    @inlined
     def four_by_four(
         high: int, step: int, low: int, low_step: int, x: int, x_step: int, keys: int, to: int, to_step: int
     ) -> None:
-        a0 = a1 = a2 = a3 = zero()
-        b0 = b1 = b2 = b3 = zero()
-        c0 = c1 = c2 = c3 = zero()
-        d0 = d1 = d2 = d3 = zero()
-        for i in range(0, keys, LANES):
-            n = keys - i
-            p, q = load(x + 4 * i), load(x + x_step + 4 * i)
-            r, s = load(x + 2 * x_step + 4 * i), load(x + 3 * x_step + 4 * i)
-            row = plane(high, low, i, n)
-            a0, b0, c0, d0 = fma(row, p, a0), fma(row, q, b0), fma(row, r, c0), fma(row, s, d0)
-            row = plane(high + step, low + low_step, i, n)
-            a1, b1, c1, d1 = fma(row, p, a1), fma(row, q, b1), fma(row, r, c1), fma(row, s, d1)
-            row = plane(high + 2 * step, low + 2 * low_step, i, n)
-            a2, b2, c2, d2 = fma(row, p, a2), fma(row, q, b2), fma(row, r, c2), fma(row, s, d2)
-            row = plane(high + 3 * step, low + 3 * low_step, i, n)
-            a3, b3, c3, d3 = fma(row, p, a3), fma(row, q, b3), fma(row, r, c3), fma(row, s, d3)
-        totals4(to, a0, a1, a2, a3)
-        totals4(to + to_step, b0, b1, b2, b3)
-        totals4(to + 2 * to_step, c0, c1, c2, c3)
-        totals4(to + 3 * to_step, d0, d1, d2, d3)
+        o = zero()
+        s0, s1, s2, s3 = (o, o, o, o), (o, o, o, o), (o, o, o, o), (o, o, o, o)
+        whole = keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            at = x + 4 * i
+            p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
+            s0 = four(plane(high, low, i, LANES), p, q, r, s, s0)
+            s1 = four(plane(high + step, low + low_step, i, LANES), p, q, r, s, s1)
+            s2 = four(plane(high + 2 * step, low + 2 * low_step, i, LANES), p, q, r, s, s2)
+            s3 = four(plane(high + 3 * step, low + 3 * low_step, i, LANES), p, q, r, s, s3)
+        if whole < keys:
+            n, at = keys - whole, x + 4 * whole
+            p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
+            s0 = four(plane(high, low, whole, n), p, q, r, s, s0)
+            s1 = four(plane(high + step, low + low_step, whole, n), p, q, r, s, s1)
+            s2 = four(plane(high + 2 * step, low + 2 * low_step, whole, n), p, q, r, s, s2)
+            s3 = four(plane(high + 3 * step, low + 3 * low_step, whole, n), p, q, r, s, s3)
+        totals4(to, s0[0], s1[0], s2[0], s3[0])
+        totals4(to + to_step, s0[1], s1[1], s2[1], s3[1])
+        totals4(to + 2 * to_step, s0[2], s1[2], s2[2], s3[2])
+        totals4(to + 3 * to_step, s0[3], s1[3], s2[3], s3[3])
 
-    @device
+    @inlined
     def one_row(high: int, low: int, x: int, keys: int) -> float:
         a = zero()
-        for i in range(0, keys, LANES):
-            a = fma(plane(high, low, i, keys - i), load(x + 4 * i), a)
+        whole = keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            a = fma(plane(high, low, i, LANES), load(x + 4 * i), a)
+        if whole < keys:
+            a = fma(plane(high, low, whole, keys - whole), load(x + 4 * whole), a)
         return total(a)
 
     @device

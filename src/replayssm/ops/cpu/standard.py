@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING
 import numba
 import numpy as np
 
-from replayssm.ops.cpu.common import copy_in, copy_out, load_as, scalar_as, store_as, width
+from replayssm.ops.cpu.common import (
+    IS_BF16,
+    IS_F16,
+    IS_F32,
+    copy_in,
+    copy_out,
+    load_as,
+    scalar_as,
+    store_as,
+    width,
+)
 from replayssm.ops.cpu.layout import BlockAt, StandardAt
 from replayssm.ops.cpu.vector import (
     LANES,
@@ -15,6 +25,7 @@ from replayssm.ops.cpu.vector import (
     exp,
     fma,
     get,
+    inlined,
     load,
     mul,
     put,
@@ -26,9 +37,14 @@ from replayssm.ops.cpu.vector import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
+    from replayssm.ops.cpu.vector import Vec
+
     Counts = NDArray[np.int64]
+    Eight = tuple[Vec, Vec, Vec, Vec, Vec, Vec, Vec, Vec]
 
 
 @device
@@ -59,68 +75,104 @@ def prepare_token(at: StandardAt, blk: BlockAt, base: int, row: int, head: int, 
     put(base + at.strength + 8 * t + 4, total(match))
 
 
-@device
-def four_rows(at: StandardAt, state: int, step: int, base: int, t: int, r: int) -> None:
-    """Advance four rows by one token: ``y = (S D) q + u (k . q)``, ``S <- S D + u k``.
+def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return (four rows, one row) for one element type of the state.
 
-    The first sweep reads the rows for both products, the second rewrites them from the nearest cache.
+    Both advance rows by one token: ``y = (S D) q + u (k . q)``, ``S <- S D + u k``. The first sweep reads
+    a row for both products, the second rewrites it from the nearest cache; each row is summed in the
+    same order in both.
     """
-    row, kind = 4 * at.padded_key, at.kind
-    size, sums = width(kind), base + at.sums
-    key, query, seen = base + at.key + t * row, base + at.query + t * row, base + at.seen + t * row
-    decay, value = base + at.decay + t * row, base + at.value + t * 4 * at.padded_value + 4 * r
-    y = base + at.y + t * 4 * at.padded_value + 4 * r
-    w = get(base + at.strength + 8 * t)
-    match = get(base + at.strength + 8 * t + 4)
-    a = b = c = d = zero()
-    e = f = g = h = zero()
-    for i in range(0, at.key_dim, LANES):
-        n, p = at.key_dim - i, state + size * i
-        q, k = load(query + 4 * i), load(seen + 4 * i)
+    size = 4 if kind == IS_F32 else 2
+
+    @inlined
+    def see(p: int, step: int, q: Vec, k: Vec, n: int, is_delta: int, sums: Eight) -> Eight:
+        a, b, c, d, e, f, g, h = sums
         s0, s1 = load_as(p, kind, n), load_as(p + step, kind, n)
         s2, s3 = load_as(p + 2 * step, kind, n), load_as(p + 3 * step, kind, n)
         a, b, c, d = fma(s0, q, a), fma(s1, q, b), fma(s2, q, c), fma(s3, q, d)
-        if at.is_delta:
+        if is_delta:
             e, f, g, h = fma(s0, k, e), fma(s1, k, f), fma(s2, k, g), fma(s3, k, h)
-    totals4(sums, a, b, c, d)
-    totals4(sums + 16, e, f, g, h)
-    for j in range(4):
-        u = w * (get(value + 4 * j) - get(sums + 16 + 4 * j))
-        put(sums + 16 + 4 * j, u)
-        put(y + 4 * j, get(sums + 4 * j) + u * match)
-    u0, u1 = splat(get(sums + 16)), splat(get(sums + 20))
-    u2, u3 = splat(get(sums + 24)), splat(get(sums + 28))
-    for i in range(0, at.key_dim, LANES):
-        n, p = at.key_dim - i, state + size * i
-        k, o = load(key + 4 * i), load(decay + 4 * i)
-        store_as(p, kind, fma(u0, k, mul(load_as(p, kind, n), o)), n)
-        p += step
-        store_as(p, kind, fma(u1, k, mul(load_as(p, kind, n), o)), n)
-        p += step
-        store_as(p, kind, fma(u2, k, mul(load_as(p, kind, n), o)), n)
-        p += step
-        store_as(p, kind, fma(u3, k, mul(load_as(p, kind, n), o)), n)
+        return a, b, c, d, e, f, g, h
+
+    @inlined
+    def rewrite(p: int, u: Vec, k: Vec, decay: Vec, n: int) -> None:
+        store_as(p, kind, fma(u, k, mul(load_as(p, kind, n), decay)), n)
+
+    @device
+    def four_rows(at: StandardAt, state: int, step: int, base: int, t: int, r: int) -> None:
+        row, sums = 4 * at.padded_key, base + at.sums
+        key, query, seen = base + at.key + t * row, base + at.query + t * row, base + at.seen + t * row
+        decay, place = base + at.decay + t * row, t * 4 * at.padded_value + 4 * r
+        keys, whole = at.key_dim, at.key_dim // LANES * LANES
+        o = zero()
+        found = (o, o, o, o, o, o, o, o)
+        for i in range(0, whole, LANES):
+            q, k = load(query + 4 * i), load(seen + 4 * i)
+            found = see(state + size * i, step, q, k, LANES, at.is_delta, found)
+        if whole < keys:
+            q, k = load(query + 4 * whole), load(seen + 4 * whole)
+            found = see(state + size * whole, step, q, k, keys - whole, at.is_delta, found)
+        totals4(sums, found[0], found[1], found[2], found[3])
+        totals4(sums + 16, found[4], found[5], found[6], found[7])
+        w, match = get(base + at.strength + 8 * t), get(base + at.strength + 8 * t + 4)
+        for j in range(4):
+            u = w * (get(base + at.value + place + 4 * j) - get(sums + 16 + 4 * j))
+            put(sums + 16 + 4 * j, u)
+            put(base + at.y + place + 4 * j, get(sums + 4 * j) + u * match)
+        u0, u1 = splat(get(sums + 16)), splat(get(sums + 20))
+        u2, u3 = splat(get(sums + 24)), splat(get(sums + 28))
+        for i in range(0, whole, LANES):
+            p, k, d = state + size * i, load(key + 4 * i), load(decay + 4 * i)
+            rewrite(p, u0, k, d, LANES)
+            rewrite(p + step, u1, k, d, LANES)
+            rewrite(p + 2 * step, u2, k, d, LANES)
+            rewrite(p + 3 * step, u3, k, d, LANES)
+        if whole < keys:
+            p, k, d = state + size * whole, load(key + 4 * whole), load(decay + 4 * whole)
+            rewrite(p, u0, k, d, keys - whole)
+            rewrite(p + step, u1, k, d, keys - whole)
+            rewrite(p + 2 * step, u2, k, d, keys - whole)
+            rewrite(p + 3 * step, u3, k, d, keys - whole)
+
+    @device
+    def one_row(at: StandardAt, state: int, base: int, t: int, r: int) -> None:
+        row, place = 4 * at.padded_key, t * 4 * at.padded_value + 4 * r
+        a, e = zero(), zero()
+        for i in range(0, at.key_dim, LANES):
+            s = load_as(state + size * i, kind, at.key_dim - i)
+            a = fma(s, load(base + at.query + t * row + 4 * i), a)
+            if at.is_delta:
+                e = fma(s, load(base + at.seen + t * row + 4 * i), e)
+        u = get(base + at.strength + 8 * t) * (get(base + at.value + place) - total(e))
+        put(base + at.y + place, total(a) + u * get(base + at.strength + 8 * t + 4))
+        for i in range(0, at.key_dim, LANES):
+            k, d = load(base + at.key + t * row + 4 * i), load(base + at.decay + t * row + 4 * i)
+            rewrite(state + size * i, splat(u), k, d, at.key_dim - i)
+
+    return four_rows, one_row
+
+
+_four_f32, _one_f32 = make_rows(IS_F32)
+_four_bf16, _one_bf16 = make_rows(IS_BF16)
+_four_f16, _one_f16 = make_rows(IS_F16)
 
 
 @device
-def one_row(at: StandardAt, state: int, base: int, t: int, r: int) -> None:
-    """Advance one row by one token; the same operations in the same order as :func:`four_rows`."""
-    row, kind = 4 * at.padded_key, at.kind
-    size = width(kind)
-    a, e = zero(), zero()
-    for i in range(0, at.key_dim, LANES):
-        s = load_as(state + size * i, kind, at.key_dim - i)
-        a = fma(s, load(base + at.query + t * row + 4 * i), a)
-        if at.is_delta:
-            e = fma(s, load(base + at.seen + t * row + 4 * i), e)
-    at_v = t * 4 * at.padded_value + 4 * r
-    u = get(base + at.strength + 8 * t) * (get(base + at.value + at_v) - total(e))
-    put(base + at.y + at_v, total(a) + u * get(base + at.strength + 8 * t + 4))
-    factor = splat(u)
-    for i in range(0, at.key_dim, LANES):
-        n, p = at.key_dim - i, state + size * i
-        k, o = load(base + at.key + t * row + 4 * i), load(base + at.decay + t * row + 4 * i)
-        store_as(p, kind, fma(factor, k, mul(load_as(p, kind, n), o)), n)
+def advance(at: StandardAt, state: int, base: int, t: int, r: int, rows: int) -> None:
+    """Advance ``rows`` (4 or 1) rows by one token."""
+    if rows == 4:
+        if at.kind == IS_F32:
+            _four_f32(at, state, at.state_row, base, t, r)
+        elif at.kind == IS_BF16:
+            _four_bf16(at, state, at.state_row, base, t, r)
+        else:
+            _four_f16(at, state, at.state_row, base, t, r)
+    elif at.kind == IS_F32:
+        _one_f32(at, state, base, t, r)
+    elif at.kind == IS_BF16:
+        _one_bf16(at, state, base, t, r)
+    else:
+        _one_f16(at, state, base, t, r)
 
 
 @device
@@ -132,10 +184,10 @@ def standard_item(at: StandardAt, blk: BlockAt, base: int, slot: int, length: in
     whole = at.value_dim // 4 * 4 if slot >= 0 else 0
     for r in range(0, whole, 4):
         for t in range(length):
-            four_rows(at, state + r * at.state_row, at.state_row, base, t, r)
+            advance(at, state + r * at.state_row, base, t, r, 4)
     for r in range(whole, at.value_dim):
         for t in range(length):
-            one_row(at, state + r * at.state_row, base, t, r)
+            advance(at, state + r * at.state_row, base, t, r, 1)
     for t in range(blk.tokens):
         to = blk.out + row * blk.out_row + t * blk.out_token + head * blk.out_head
         y = base + at.y + t * 4 * at.padded_value

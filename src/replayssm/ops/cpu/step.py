@@ -28,7 +28,7 @@ from replayssm.ops.cpu.pullback import (
     pull_serial,
 )
 from replayssm.ops.cpu.read import read_rows
-from replayssm.ops.cpu.vector import LANES, device, load, mul, put, store, zero
+from replayssm.ops.cpu.vector import LANES, device, inlined, load, mul, put, store, zero
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,7 +47,7 @@ def folded_to(at: Geometry, base: int, count: int) -> int:
     return max(base, (count - at.keep) // at.window * at.window)
 
 
-@device
+@inlined
 def move(to: int, kind: int, source: int, from_kind: int, n: int) -> None:
     """Convert up to 16 elements from one element type to another."""
     store_as(to, kind, load_as(source, from_kind, n), n)

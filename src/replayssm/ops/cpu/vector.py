@@ -56,6 +56,11 @@ def device(function: F) -> F:
     return cast("F", numba.njit(nogil=True, error_model="numpy")(function))
 
 
+def inlined(function: F) -> F:
+    """Compile a small function into its callers: a call would spill every lane to memory."""
+    return cast("F", numba.njit(nogil=True, error_model="numpy", forceinline=True)(function))
+
+
 def define(result: types.Type, params: Sequence[types.Type], emit: Callable[..., Any]) -> Any:  # noqa: ANN401
     """Make a compiled function of ``params`` from ``emit(builder, *values)``."""
 
