@@ -112,7 +112,7 @@ def machine() -> Machine:
     return Machine(
         cpu=_cpu_name(),
         cores=usable_cores(),
-        memory_bytes=_memory(),
+        memory_bytes=physical_memory(),
         cache_bytes=_last_level_cache(),
         gpus=gpus,
         system=f"{platform.system()} {platform.machine()}",
@@ -142,7 +142,8 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory() -> int:
+def physical_memory() -> int:
+    """Return the bytes of physical memory, 0 where the system does not say."""
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 0

@@ -86,7 +86,8 @@ def block_mean(
 
     Args:
         values: ``[rows, tokens]``; every row is one sequence.
-        block: Consecutive tokens that are resampled together.
+        block: Consecutive tokens that are resampled together; a remainder at the end of a row
+            counts for the mean and not for the interval.
         seed: Seed of the resampling.
         draws: Bootstrap resamples.
 
@@ -100,7 +101,7 @@ def block_mean(
     sampled = means[rng.integers(means.size, size=(draws, means.size))].mean(axis=1)
     low, high = _ends(sampled)
     method = f"bootstrap over blocks of {block} tokens, {draws} draws"
-    return Estimate(float(means.mean()), low, high, int(means.size), method)
+    return Estimate(float(values.mean()), low, high, int(means.size), method)
 
 
 def block_quantile(
@@ -116,7 +117,7 @@ def block_quantile(
     )
     low, high = _ends(sampled)
     method = f"bootstrap over blocks of {block} tokens, {draws} draws"
-    return Estimate(float(np.quantile(blocks, q)), low, high, len(blocks), method)
+    return Estimate(float(np.quantile(values, q)), low, high, len(blocks), method)
 
 
 def wilson(hits: int, n: int) -> Estimate:

@@ -125,24 +125,22 @@ def from_bytes_model(name: str, model: PreTrainedModel) -> Subject:
 
 
 def held_out(subject: Subject, rows: int, tokens: int, seed: int) -> Texts:
-    """Cut ``rows`` disjoint pieces of ``tokens`` tokens out of the held-out text."""
-    chunk = tokens * 8
-    rng = np.random.default_rng([seed, 1])
-    data = subject.text
-    spans = max(1, len(data) // chunk)
-    picks = rng.permutation(spans)[:rows]
-    if len(picks) < rows:
-        raise ContractError("text_rows", f"at most {spans} at {tokens} tokens", rows)
-    ids, sizes = [], []
-    for pick in picks:
-        row = subject.encode(data[pick * chunk : (pick + 1) * chunk])[:tokens]
-        if len(row) < tokens:
-            raise ContractError("text", f"at least {tokens} tokens in {chunk} bytes", len(row))
-        ids.append(row)
-        sizes.append([len(subject.decode([i]).encode()) for i in row])
+    """Cut ``rows`` disjoint pieces of ``tokens`` tokens out of the held-out text.
+
+    Raises:
+        ContractError: The text holds fewer pieces.
+    """
+    ids = np.array(subject.encode(subject.text), np.int64)
+    pieces = len(ids) // tokens
+    if pieces < rows:
+        raise ContractError("text_rows", f"at most {pieces} of {tokens} tokens", rows)
+    picks = np.random.default_rng([seed, tokens]).permutation(pieces)[:rows]
+    chosen = np.stack([ids[pick * tokens : (pick + 1) * tokens] for pick in picks])
     if subject.encode is list:
-        return Texts(np.array(ids), np.ones((rows, tokens)))
-    return Texts(np.array(ids), np.array(sizes, float))
+        return Texts(chosen, np.ones(chosen.shape))
+    # the average of a piece: single tokens of a tokenizer need not decode by themselves
+    sizes = [len(subject.decode(row.tolist()).encode()) / tokens for row in chosen]
+    return Texts(chosen, np.repeat(np.array(sizes)[:, None], tokens, axis=1))
 
 
 def one_geometry(specs: tuple[LayerSpec, ...]) -> LayerSpec:

@@ -10,6 +10,8 @@ from replayssm.evaluate.compatibility import is_exact
 from replayssm.evaluate.stats import Estimate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from replayssm.evaluate.arms import Arm
     from replayssm.evaluate.bottleneck import BottleneckResult
     from replayssm.evaluate.compatibility import CompatibilityResult
@@ -346,7 +348,7 @@ def route(settings: list[Setting]) -> tuple[Route, ...]:
         first = 1 if i == 0 else batch
         last = batches[i + 1] - 1 if i + 1 < len(batches) else None
         able = [s for s in settings if s.batch == batch and s.verdict is Verdict.ENABLE]
-        best = max(able, key=lambda s: s.speedup.low if s.speedup else 0.0, default=None)
+        best = fastest(able)
         arm = "standard" if best is None else best.arm
         reason = "no candidate kept every margin" if best is None else best.reason
         if lines and lines[-1].arm == arm:
@@ -354,6 +356,12 @@ def route(settings: list[Setting]) -> tuple[Route, ...]:
         else:
             lines.append(Route(first, last, arm, reason))
     return tuple(lines)
+
+
+def fastest(settings: Sequence[Setting]) -> Setting | None:
+    """Return the setting whose speed-up has the best lower end, so that noise does not win."""
+    timed = [s for s in settings if s.speedup is not None]
+    return max(timed, key=lambda s: s.speedup.low if s.speedup else 0.0, default=None)
 
 
 def _overall(
@@ -364,7 +372,8 @@ def _overall(
         paying = [r for r in routes if r.arm != "standard"]
         where = "; ".join(f"{r.arm} for {batch_words(r)}" for r in paying)
         return Verdict.ENABLE, f"Enable {where}. Keep the standard path elsewhere."
-    best = max((s for s in settings if s.speedup), key=lambda s: s.speedup.value, default=None)  # type: ignore[union-attr]
+    sound = {a.arm for a in arms if a.quality is not Status.FAIL}
+    best = fastest([s for s in settings if s.arm in sound]) or fastest(settings)
     told = ""
     if best is not None and best.speedup is not None:
         told = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from replayssm.evaluate.manifest import physical_memory
 from replayssm.evaluate.stats import Estimate, paired_ratio
 from replayssm.evaluate.timing import Samples, interleave
 from replayssm.evaluate.workload import Runner, Shape, make_blocks, output_error
@@ -122,8 +123,10 @@ def run(
         tick: Called after each cell with its name.
     """
     scope, cells = plan.scope, []
+    # all arms are alive at once; leave most of the memory to the rest of the machine
+    room = physical_memory() // (4 * len(plan.arms)) or scope.working_set
     for batch, window in grid(plan):
-        layers = _layers(spec, batch, model_layers, scope.working_set)
+        layers = _layers(spec, batch, model_layers, min(scope.working_set, room))
         shapes = {arm.name: Shape(spec, layers, batch, window) for arm in plan.arms}
         cells.append(_measure(plan, shapes, batch, window))
         tick(f"batch {batch}, window {window}")

@@ -15,11 +15,10 @@ from replayssm.evaluate.report.words import (
     ratio_range,
     size,
 )
-from replayssm.evaluate.verdict import Status, Verdict, batch_words
+from replayssm.evaluate.verdict import Status, Verdict, batch_words, fastest
 
 if TYPE_CHECKING:
     from replayssm.evaluate.result import Result
-    from replayssm.evaluate.verdict import Setting
 
 TONES = {
     "enable": "good",
@@ -52,7 +51,7 @@ def summary(result: Result) -> Table:
         verdict = result.judgement.arm(arm.name)
         precision = result.precision.arm(arm.name)
         mine = [s for s in result.judgement.settings if s.arm == arm.name]
-        best = max((s for s in mine if s.speedup), key=_value, default=None)
+        best = fastest(mine)
         equal = result.window.equal_memory.timing(arm.name)
         worst = max(
             (b.mean_kl for b in precision.buckets if b.mean_kl), key=lambda e: e.high, default=None
@@ -86,10 +85,6 @@ def summary(result: Result) -> Table:
         f"f32, every arm at the largest batch that fits {size(result.window.budget_bytes)}."
     )
     return Table(columns, tuple(rows), notes)
-
-
-def _value(setting: Setting) -> float:
-    return setting.speedup.value if setting.speedup else 0.0
 
 
 def routes(result: Result) -> Table:
