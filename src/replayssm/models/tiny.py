@@ -91,8 +91,8 @@ def load(
         dtype=torch.float32 if dtype is None else dtype,
         attn_implementation=register_window_attention(),
     )
-    model.to(device)
-    model.eval()
+    module: torch.nn.Module = model
+    module.to(device).eval()
     return model
 
 
