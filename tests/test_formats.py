@@ -30,8 +30,8 @@ bits32 = st.integers(-(2**31), 2**31 - 1)
 sane = st.floats(-(2.0**100), 2.0**100, width=32)
 
 
-def state_of(elements, *, rows=st.integers(1, 5), columns=st.integers(1, 7)):
-    shape = st.tuples(rows, columns)
+def state_of(elements, *, least=1):
+    shape = st.tuples(st.integers(least, 5), st.integers(least, 7))
     return hnp.arrays(np.float32, shape, elements=elements).map(torch.from_numpy)
 
 
@@ -120,7 +120,7 @@ def test_fixed_point_error_is_half_a_step_of_its_row(fmt, state):
 
 
 @pytest.mark.parametrize("fmt", list(Format))
-@given(state_of(sane, rows=st.integers(2, 5), columns=st.integers(2, 7)), st.data())
+@given(state_of(sane, least=2), st.data())
 def test_zero_rows_and_columns_read_as_exactly_zero(fmt, state, data):
     row = data.draw(st.integers(0, state.shape[0] - 1))
     column = data.draw(st.integers(0, state.shape[1] - 1))
