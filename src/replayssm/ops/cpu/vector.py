@@ -217,7 +217,7 @@ def _exp(builder: Any, x: Any) -> Any:  # noqa: ANN401
     p = constant(F32, 1.98756912141107022762298583984375e-4)
     for c in (1.3981999e-3, 8.333452e-3, 4.1665796e-2, 1.6666666e-1, 0.5):
         p = muladd(p, r, constant(F32, ir_float(c)))
-    p = muladd(p, builder.fmul(r, r), builder.fadd(r, constant(F32, 1.0)))
+    p = builder.fadd(muladd(p, builder.fmul(r, r), r), constant(F32, 1.0))
     whole = builder.fptosi(n, I32)
     half = builder.ashr(whole, constant(I32, 1))
     p = builder.fmul(builder.fmul(p, power_of_two(half)), power_of_two(builder.sub(whole, half)))
