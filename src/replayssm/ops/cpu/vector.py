@@ -28,6 +28,14 @@ I32 = ir.VectorType(ir.IntType(32), LANES)
 MASK = ir.VectorType(ir.IntType(1), LANES)
 ABS_MASK = 0x7FFFFFFF
 
+# never called from Python, so no wrappers: those took a third of the compile time
+INNER: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+
 F = TypeVar("F", bound="Callable[..., Any]")
 
 
@@ -53,12 +61,12 @@ class _VecModel(models.PrimitiveModel):  # type: ignore[misc]
 
 def device(function: F) -> F:
     """Compile a function that runs inside other kernels; IEEE arithmetic, no reassociation."""
-    return cast("F", numba.njit(nogil=True, error_model="numpy")(function))
+    return cast("F", numba.njit(**INNER)(function))
 
 
 def inlined(function: F) -> F:
     """Compile a small function into its callers: a call would spill every lane to memory."""
-    return cast("F", numba.njit(nogil=True, error_model="numpy", forceinline=True)(function))
+    return cast("F", numba.njit(forceinline=True, **INNER)(function))
 
 
 def define(result: types.Type, params: Sequence[types.Type], emit: Callable[..., Any]) -> Any:  # noqa: ANN401
