@@ -143,7 +143,7 @@ def test_debug_refuses_a_gate_that_grows(impl, bad):
 
 
 def test_debug_accepts_what_is_legal_or_never_read(impl):
-    """A gate of exactly 0 is a legal g = -inf; pad rows and lanes past a length may hold anything."""
+    """g = -inf is a gate of exactly 0; pad rows and lanes past a length may hold anything."""
     desk = Desk(impl, debug=True)
     ticket = desk.pool.begin([*desk.refs, None], [1, 2, 1])
     for layer in range(2):
@@ -464,7 +464,7 @@ def test_an_impossible_layer_is_refused():
         ContractError, match=r"^value_heads: expected a multiple of key_heads \(2\)"
     ):
         LayerSpec("delta", "scalar", 2, 3, 4, 4)
-    with pytest.raises(ContractError, match="^key_dim: expected a positive integer, got 0"):
+    with pytest.raises(ContractError, match=r"^key_dim: expected a positive integer, got 0"):
         LayerSpec("delta", "scalar", 1, 1, 0, 4)
 
 
@@ -473,7 +473,7 @@ def test_an_explicit_choice_that_cannot_be_served_raises():
         UnsupportedError, match="impl=cpu: the cpu implementation needs CPU tensors"
     ):
         choose(Impl.CPU, torch.device("meta"))
-    with pytest.raises(UnsupportedError, match="impl=cpu: .* folds whole slots"):
+    with pytest.raises(UnsupportedError, match=r"impl=cpu: .* folds whole slots"):
         StatePool(LAYERS, 1, ring=RingSpec(tiles=2), impl="cpu")
     assert choose(Impl.AUTO, torch.device("meta")) is Impl.REFERENCE
     assert choose("reference", torch.device("cpu")) is Impl.REFERENCE

@@ -106,7 +106,7 @@ def test_impossible_storage_is_refused_by_name():
 
 
 def test_choices_given_as_text_mean_the_same_choice():
-    """Code compares choices by identity; a string that silently meant the other one would be fatal."""
+    """Code compares choices by identity; a string must not silently mean the other one."""
     layer = LayerSpec("delta", "channel", 1, 2, 4, 3)
     assert layer.write is Write.DELTA
     assert layer.decay is Decay.CHANNEL

@@ -1,4 +1,4 @@
-"""Slot images: complete, self-describing, independent of the pool they came from, refused if foreign."""
+"""Slot images: complete, self-describing, independent of their pool, refused if foreign."""
 
 from __future__ import annotations
 

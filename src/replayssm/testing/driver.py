@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from replayssm.state import StatePool
     from replayssm.types import Block
 
-# error of short sequences relative to state and output together; a wrong entry costs 1e-1 or more
+# error of short sequences relative to state and output together; a wrong entry costs 1e-1 or more.
+# a fold rounds relative to the rows of its time, of which later gates may leave little
 TOLERANCE: dict[tuple[Format, ReadDepth], float] = {
     (Format.F32, ReadDepth.HIGH): 1e-5,
     (Format.F32, ReadDepth.FULL): 1e-5,
     (Format.S32, ReadDepth.HIGH): 1e-2,
     (Format.S32, ReadDepth.FULL): 1e-5,
     (Format.Q24, ReadDepth.HIGH): 5e-2,
-    (Format.Q24, ReadDepth.FULL): 1e-5,
+    (Format.Q24, ReadDepth.FULL): 1e-4,
     (Format.Q16, ReadDepth.HIGH): 5e-2,
-    (Format.Q16, ReadDepth.FULL): 5e-4,
+    (Format.Q16, ReadDepth.FULL): 5e-3,
     (Format.BF16, ReadDepth.HIGH): 2e-2,
     (Format.BF16, ReadDepth.FULL): 2e-2,
 }
