@@ -16,7 +16,7 @@ from replayssm.ops.cpu.common import (
     plane_q24,
     plane_s32,
 )
-from replayssm.ops.cpu.vector import LANES, Vec, device, fma, inlined, load, put, total, totals4, totals8, zero
+from replayssm.ops.cpu.vector import LANES, Vec, device, fma, inlined, load, prefetch, put, total, totals4, totals8, zero
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,14 @@ if TYPE_CHECKING:
     Eight = tuple[Vec, Vec, Vec, Vec, Vec, Vec, Vec, Vec]
 
 
-def make_dots(plane: Callable[[int, int, int, int], Vec]) -> Callable[..., None]:
-    """Return ``dots`` for one way of reading planes.
+# bytes between what is read and what is fetched: about a memory latency of work
+AHEAD = 4096
+
+
+def make_dots(
+    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int = 0
+) -> Callable[..., None]:
+    """Return ``dots`` for one way of reading planes, of so many bytes an element.
 
     Every result has one accumulator, fed with key chunks in ascending order, whatever the tile: so a
     result does not depend on the number of rows or queries beside it.
@@ -46,11 +52,20 @@ def make_dots(plane: Callable[[int, int, int, int], Vec]) -> Callable[..., None]
         return a, b, c, d, e, f, g, h
 
     @inlined
+    def fetch(high: int, low: int, i: int) -> None:
+        # a block of rows is read along several lines at once, which no hardware prefetcher follows
+        for line in range(2 * high_size):
+            prefetch(high + AHEAD + 8 * high_size * i + 64 * line)
+        for line in range(2 * low_size):
+            prefetch(low + AHEAD + 8 * low_size * i + 64 * line)
+
+    @inlined
     def eight_rows(high: int, step: int, low: int, low_step: int, x: int, keys: int, to: int) -> None:
         whole = keys // LANES * LANES
         o = zero()
         sums = (o, o, o, o, o, o, o, o)
         for i in range(0, whole, LANES):
+            fetch(high, low, i)
             sums = eight(high, step, low, low_step, load(x + 4 * i), i, LANES, sums)
         if whole < keys:
             sums = eight(high, step, low, low_step, load(x + 4 * whole), whole, keys - whole, sums)
@@ -71,6 +86,7 @@ def make_dots(plane: Callable[[int, int, int, int], Vec]) -> Callable[..., None]
         whole = keys // LANES * LANES
         for i in range(0, whole, LANES):
             at = x + 4 * i
+            fetch(high, low, i)
             p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
             s0 = four(plane(high, low, i, LANES), p, q, r, s, s0)
             s1 = four(plane(high + step, low + low_step, i, LANES), p, q, r, s, s1)
@@ -131,12 +147,14 @@ def make_dots(plane: Callable[[int, int, int, int], Vec]) -> Callable[..., None]
     return dots
 
 
-dots_f32 = make_dots(plane_f32)
-_dots_bf16 = make_dots(plane_bf16)
-_dots_i8 = make_dots(plane_i8)
-_dots_s32 = make_dots(plane_s32)
-_dots_q24 = make_dots(plane_q24)
-_dots_q16 = make_dots(plane_q16)
+# scratch is in the nearest cache already
+dots_f32 = make_dots(plane_f32, 0)
+_dots_state = make_dots(plane_f32, 4)
+_dots_bf16 = make_dots(plane_bf16, 2)
+_dots_i8 = make_dots(plane_i8, 1)
+_dots_s32 = make_dots(plane_s32, 2, 2)
+_dots_q24 = make_dots(plane_q24, 1, 2)
+_dots_q16 = make_dots(plane_q16, 1, 1)
 
 
 @device
@@ -162,7 +180,7 @@ def read_rows(
     of scaled formats has been multiplied by the column scales.
     """
     if fmt == FMT_F32:
-        dots_f32(high, high_row, low, low_row, rows, x, x_row, queries, keys, to, to_row)
+        _dots_state(high, high_row, low, low_row, rows, x, x_row, queries, keys, to, to_row)
     elif fmt == FMT_BF16 or (fmt == FMT_S32 and not full):
         _dots_bf16(high, high_row, low, low_row, rows, x, x_row, queries, keys, to, to_row)
     elif fmt == FMT_S32:

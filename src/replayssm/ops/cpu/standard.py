@@ -28,6 +28,7 @@ from replayssm.ops.cpu.vector import (
     inlined,
     load,
     mul,
+    prefetch,
     put,
     splat,
     store,
@@ -75,6 +76,10 @@ def prepare_token(at: StandardAt, blk: BlockAt, base: int, row: int, head: int, 
     put(base + at.strength + 8 * t + 4, total(match))
 
 
+# bytes between what is read and what is fetched: about a memory latency of work
+AHEAD = 4096
+
+
 def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return (four rows, one row) for one element type of the state.
 
@@ -108,6 +113,8 @@ def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
         found = (o, o, o, o, o, o, o, o)
         for i in range(0, whole, LANES):
             q, k = load(query + 4 * i), load(seen + 4 * i)
+            for line in range(size):
+                prefetch(state + AHEAD + 4 * size * i + 64 * line)
             found = see(state + size * i, step, q, k, LANES, at.is_delta, found)
         if whole < keys:
             q, k = load(query + 4 * whole), load(seen + 4 * whole)
@@ -199,11 +206,12 @@ def standard_item(at: StandardAt, blk: BlockAt, base: int, slot: int, length: in
 
 @device
 def standard_share(at: StandardAt, blk: BlockAt, base: int, counts: Counts, share: int, shares: int) -> None:
-    """Run every ``shares``-th (row, head)."""
-    for item in range(share, counts.shape[1] * at.value_heads, shares):
-        row = item // at.value_heads
+    """Run one share: a run of neighbouring heads of every row."""
+    for row in range(counts.shape[1]):
+        part = (share + row) % shares
         length = counts[1, row] if counts[0, row] >= 0 else 0
-        standard_item(at, blk, base, counts[0, row], length, row, item % at.value_heads)
+        for head in range(at.value_heads * part // shares, at.value_heads * (part + 1) // shares):
+            standard_item(at, blk, base, counts[0, row], length, row, head)
 
 
 @numba.njit(nogil=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]

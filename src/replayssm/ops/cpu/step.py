@@ -27,8 +27,8 @@ from replayssm.ops.cpu.pullback import (
     pull_additive,
     pull_serial,
 )
-from replayssm.ops.cpu.read import read_rows
-from replayssm.ops.cpu.vector import LANES, device, inlined, load, mul, put, store, zero
+from replayssm.ops.cpu.read import AHEAD, read_rows
+from replayssm.ops.cpu.vector import LANES, device, inlined, load, mul, prefetch, put, store, zero
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     Counts = NDArray[np.int64]
 
 GENERATIONS = 3
+LINE = 64
 UNIT_Q24 = np.float32(2.0**-16)
 UNIT_Q16 = np.float32(2.0**-8)
 ONE = np.float32(1.0)
@@ -179,10 +180,54 @@ def read_head(
 
 
 @device
+def fetch_entries(address: int, entry: int, first: int, n: int, ring_len: int, nbytes: int) -> None:
+    """Fetch ring entries into the cache."""
+    index = first
+    for _ in range(n):
+        for line in range(0, nbytes, LINE):
+            prefetch(address + index * entry + line)
+        index = 0 if index + 1 == ring_len else index + 1
+
+
+@device
+def fetch_head(at: Geometry, planes: PlanesAt, rings: RingsAt, counts: Counts, row: int, head: int, is_new_row: int) -> None:
+    """Fetch what the next head reads in many small pieces, while this one is computed.
+
+    Its planes follow this head's in memory and are fetched with them, except at the start of a row.
+    """
+    slot = counts[0, row]
+    if slot < 0:
+        return
+    start, size = folded_to(at, counts[1, row], counts[2, row]), width(rings.kind)
+    first, n = start % at.ring_len, max(counts[3, row] - start, 0)
+    v = rings.v + slot * rings.v_slot + head * rings.v_head
+    fetch_entries(v, rings.v_entry, first, n, at.ring_len, size * at.value_dim)
+    g = rings.g + slot * rings.g_slot + head * rings.g_head
+    if at.per_channel:
+        fetch_entries(g, rings.g_entry, first, n, at.ring_len, 4 * at.key_dim)
+    else:
+        fetch_entries(g, 0, 0, 1, at.ring_len, 4 * at.ring_len)
+    fetch_entries(rings.w + slot * rings.w_slot + head * rings.w_head, 0, 0, 1, at.ring_len, 4 * at.ring_len)
+    per_key = at.value_heads // at.key_heads
+    if is_new_row or head % per_key == 0:
+        k = rings.k + slot * rings.k_slot + head // per_key * rings.k_head
+        fetch_entries(k, rings.k_entry, first, n, at.ring_len, size * at.key_dim)
+    if planes.scale:
+        scale = planes.scale + slot * planes.scale_slot + head * planes.scale_head
+        fetch_entries(scale, 0, 0, 1, at.ring_len, 4 * at.value_dim)
+    if is_new_row:
+        high = planes.high + slot * planes.high_slot + head * planes.high_head
+        fetch_entries(high, 0, 0, 1, at.ring_len, AHEAD)
+
+
+@device
 def run_item(
-    at: Geometry, planes: PlanesAt, rings: RingsAt, blk: BlockAt, s: Scratch, base: int, counts: Counts, row: int, key_head: int, head: int, stop_head: int, has_block: int
+    at: Geometry, planes: PlanesAt, rings: RingsAt, blk: BlockAt, s: Scratch, base: int, counts: Counts, row: int, key_head: int, head: int, stop_head: int, then_row: int, then_head: int, has_block: int
 ) -> None:
-    """Fold, append and read value heads ``head .. stop_head - 1`` of one row; all share a key head."""
+    """Fold, append and read value heads ``head .. stop_head - 1`` of one row; all share a key head.
+
+    ``then_row`` and ``then_head`` are what this thread runs next.
+    """
     slot = counts[0, row]
     if slot < 0:
         if has_block:
@@ -209,6 +254,10 @@ def run_item(
             matches = 4 * ((at.ring_len + LANES - 1) // LANES * LANES)
             match_keys(base + s.matches, matches, base + s.keys, base + s.queries, known + length, length, at.key_dim, step)
     for h in range(head, stop_head):
+        if has_block and (h + 1 < stop_head or then_row >= 0):
+            is_last = h + 1 == stop_head
+            next_row, next_head = (then_row, then_head) if is_last else (row, h + 1)
+            fetch_head(at, planes, rings, counts, next_row, next_head, next_row != row)
         if length:
             append_values(at, rings, blk, row, slot, h, first, length)
         g = rings.g + slot * rings.g_slot + h * rings.g_head
@@ -223,19 +272,47 @@ def run_item(
 
 
 @device
+def first_head(at: Geometry, unit: int) -> int:
+    """Return the first value head of a row's work item."""
+    per_key = at.value_heads // at.key_heads
+    groups = (per_key + HEADS_PER_ITEM - 1) // HEADS_PER_ITEM
+    return unit // groups * per_key + unit % groups * HEADS_PER_ITEM
+
+
+@device
+def run_unit(
+    at: Geometry, planes: PlanesAt, rings: RingsAt, blk: BlockAt, s: Scratch, base: int, counts: Counts, row: int, unit: int, then_row: int, then_unit: int, has_block: int
+) -> None:
+    """Run one work item of a row."""
+    per_key, head = at.value_heads // at.key_heads, first_head(at, unit)
+    key_head = head // per_key
+    stop = min(head + HEADS_PER_ITEM, (key_head + 1) * per_key)
+    run_item(at, planes, rings, blk, s, base, counts, row, key_head, head, stop, then_row, first_head(at, then_unit), has_block)
+
+
+@device
 def run_share(
     at: Geometry, planes: PlanesAt, rings: RingsAt, blk: BlockAt, s: Scratch, base: int, counts: Counts, share: int, shares: int, has_block: int
 ) -> None:
-    """Run every ``shares``-th work item, so that each row's folds are spread over all threads."""
-    per_key = at.value_heads // at.key_heads
-    groups = (per_key + HEADS_PER_ITEM - 1) // HEADS_PER_ITEM
-    items = counts.shape[1] * at.key_heads * groups
-    for item in range(share, items, shares):
-        group, rest = item % groups, item // groups
-        key_head, row = rest % at.key_heads, rest // at.key_heads
-        head = key_head * per_key + group * HEADS_PER_ITEM
-        stop = min(head + HEADS_PER_ITEM, (key_head + 1) * per_key)
-        run_item(at, planes, rings, blk, s, base, counts, row, key_head, head, stop, has_block)
+    """Run one share: a run of neighbouring heads of every row, so that folds are spread evenly.
+
+    Where a row has fewer work items than there are shares, they are dealt out in turn.
+    """
+    groups = (at.value_heads // at.key_heads + HEADS_PER_ITEM - 1) // HEADS_PER_ITEM
+    per_row, rows = at.key_heads * groups, counts.shape[1]
+    if per_row < shares:
+        for unit in range(share, rows * per_row, shares):
+            run_unit(at, planes, rings, blk, s, base, counts, unit // per_row, unit % per_row, -1, 0, has_block)
+        return
+    for row in range(rows):
+        part, then = (share + row) % shares, (share + row + 1) % shares
+        start, stop = per_row * part // shares, per_row * (part + 1) // shares
+        next_row = row + 1 if row + 1 < rows else -1
+        for unit in range(start, stop):
+            if unit + 1 < stop:
+                run_unit(at, planes, rings, blk, s, base, counts, row, unit, row, unit + 1, has_block)
+            else:
+                run_unit(at, planes, rings, blk, s, base, counts, row, unit, next_row, per_row * then // shares, has_block)
 
 
 @device

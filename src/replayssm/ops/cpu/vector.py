@@ -247,6 +247,13 @@ def _positive_or(builder: Any, a: Any, other: Any) -> Any:  # noqa: ANN401
     return builder.select(is_positive, a, splat_value(builder, other, F32))
 
 
+def _prefetch(builder: Any, address: Any) -> None:  # noqa: ANN401
+    pointer = builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
+    word = ir.IntType(32)
+    hints = [ir.Constant(word, n) for n in (0, 3, 1)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
+
+
 def ir_float(value: float) -> float:
     """Round to fp32, the only literals LLVM accepts for a float constant."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
@@ -290,6 +297,7 @@ get: Callable[[int], float] = define(
 put: Callable[[int, float], None] = define(
     none, (i64, f32), lambda b, p, x: (b.store(x, b.inttoptr(p, ir.PointerType(ir.FloatType())), align=1), None)[1]
 )
+prefetch: Callable[[int], None] = define(none, (i64,), _prefetch)
 bits_to_float: Callable[[int], float] = define(
     f32, (types.uint32,), lambda b, x: b.bitcast(x, ir.FloatType())
 )
