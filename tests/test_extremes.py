@@ -1,4 +1,4 @@
-"""Gates of 0 and 1, writes of any size, resets in the ring, outliers: finite, as the oracle says."""
+"""Gates of 0 and 1, any size of write, resets in the ring, outliers: finite, as the oracle says."""
 
 from __future__ import annotations
 
