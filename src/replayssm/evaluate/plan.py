@@ -69,10 +69,12 @@ class Scope:
         steps: Decode steps compared one by one.
         prefills: Prompt lengths the step-by-step comparison starts from.
         decode_batches: Batches of the bottleneck section; the largest that fits is added.
-        decode_samples: Timed samples per arm and batch there.
+        decode_samples: Interleaved rounds per batch there, at most.
         batches: Batches of the window section.
         windows: Windows of the window section.
-        rounds: Interleaved rounds per cell there.
+        rounds: Interleaved rounds per cell there, at most.
+        cell_seconds: Time after which a cell of either section starts no further round, once it
+            has three.
         working_set: Bytes of fp32 state that a cell cycles through, if memory allows.
         budget_bytes: The equal memory limit under which arms pick their own largest batch.
         buckets: Upper ends of the length buckets, ascending.
@@ -85,22 +87,24 @@ class Scope:
     steps: int = 512
     prefills: tuple[int, ...] = (16, 128, 1024)
     decode_batches: tuple[int, ...] = (1, 16, 64)
-    decode_samples: int = 5
+    decode_samples: int = 6
     batches: tuple[int, ...] = (1, 4, 16, 64)
     windows: tuple[int, ...] = (8, 16, 32)
-    rounds: int = 6
+    rounds: int = 8
+    cell_seconds: float = 3.0
     working_set: int = 128 << 20
     budget_bytes: int = 128 << 20
     buckets: tuple[int, ...] = (512, 2048, 8192)
     text_rows: int = 2
-    probes: tuple[tuple[int, int], ...] = ((256, 36), (1024, 5), (8192, 2))
+    probes: tuple[tuple[int, int], ...] = ((256, 37), (1024, 5), (8192, 1))
     block: int = 8
 
 
 FULL_SCOPE = Scope(
     batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
     windows=(4, 8, 16, 32, 64),
-    rounds=10,
+    rounds=12,
+    cell_seconds=15.0,
     decode_samples=16,
     working_set=512 << 20,
     budget_bytes=1 << 30,

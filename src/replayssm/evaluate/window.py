@@ -210,7 +210,7 @@ def _measure(plan: Plan, shapes: dict[str, Shape], batch: int | None, window: in
     samples = interleave(
         {name: runner.cycle for name, runner in runners.items()},
         rounds=plan.scope.rounds,
-        warmup=0,
+        limit_s=plan.scope.cell_seconds,
     )
     timings = [
         _timing(arm, shapes[arm.name], samples, runners.get(arm.name), errors[arm.name], shapes)
