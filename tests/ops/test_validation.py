@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -89,3 +91,22 @@ def test_inputs_that_require_gradients_leave_no_graph_in_the_pool(impl, fmt):
         assert not pool.step_(ticket, 0, block).requires_grad
         pool.commit_(ticket, 1)
     assert not any(x.requires_grad for x in pool.stores[0].present().values())
+
+
+def test_a_refusal_crosses_a_process_border():
+    error = pickle.loads(pickle.dumps(ContractError("v", "shape (1,)", (2,), "reshape it")))
+    assert str(error) == "v: expected shape (1,), got (2,); reshape it"
+    assert error.argument == "v"
+
+
+@pytest.mark.parametrize("made_in", [True, False])
+def test_a_pool_serves_inside_and_outside_of_inference_mode(impl, made_in):
+    with torch.inference_mode(made_in):
+        pool = StatePool(LAYERS[:1], 1, ring=RingSpec(window=2), impl=impl)
+        ref = pool.admit_([make_state(LAYERS[0], seed=0)])
+    for t in range(5):
+        with torch.inference_mode(t % 2 == 0):
+            ticket = pool.begin([ref])
+            pool.step_(ticket, 0, make_block(LAYERS[0], 1, 1, seed=t))
+            pool.commit_(ticket, 1)
+    assert pool.committed(ref) == 5
