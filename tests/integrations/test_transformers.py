@@ -46,7 +46,7 @@ def new_cache(model):
 def cache_name(model):
     import inspect
 
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
     return next(n for n in ("cache", "past_key_values", "cache_params") if n in parameters)
 
 
@@ -130,6 +130,26 @@ def test_beam_search(name):
         with replayssm.enable(model, path=path, window=WINDOW):
             beams = model.generate(ids, max_new_tokens=20, num_beams=3, do_sample=False)
         assert torch.equal(plain, beams)
+
+
+def test_static_cache():
+    model, ids = build("Bamba"), prompt()
+    plain = generate(model, ids, 20)
+    with replayssm.enable(model, window=WINDOW):
+        for _ in range(2):
+            again = generate(model, ids, 20, cache_implementation="static")
+            assert_same(plain, again)
+
+
+@pytest.mark.slow
+def test_compiled_models_run_with_graph_breaks():
+    model, ids = build("Qwen3_5Text"), prompt(tokens=5 + WINDOW + 2)
+    plain, _ = decoded(model, ids, [1] * (WINDOW + 2))
+    compiled = torch.compile(model, backend="eager")
+    with replayssm.enable(model, window=WINDOW) as handle:
+        replayed, _ = decoded(compiled, ids, [1] * (WINDOW + 2))
+        assert handle.pool is not None
+    assert float((plain - replayed).abs().max()) < BUDGET
 
 
 class Collect(transformers.generation.streamers.BaseStreamer):
