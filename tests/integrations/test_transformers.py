@@ -441,6 +441,35 @@ def test_rows_can_be_selected_and_repeated(name, path):
             assert float((a - b[picked]).abs().max()) < BUDGET
 
 
+def test_a_dropped_cache_frees_its_pool_at_once():
+    model, ids = build("Bamba"), prompt()
+    with replayssm.enable(model) as handle:
+        cache = new_cache(model)
+        forward(model, ids, cache)
+        forward(model, ids[:, :1], cache)
+        assert handle.pool is not None
+        gc.disable()
+        try:
+            del cache
+            assert handle.pool is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("path", ["replay", "standard"])
+def test_copies_of_a_cache_are_given_back_too(path):
+    model, ids = build("Bamba"), prompt(tokens=20)
+    plain, _ = decoded(model, ids, [1] * 15)
+    with replayssm.enable(model, path=path, window=WINDOW):
+        cache = new_cache(model)
+        forward(model, ids[:, :5], cache)
+        forward(model, ids[:, 5:6], cache)
+        twin = copy.deepcopy(cache)
+    for one in (cache, twin):
+        rest = [forward(model, ids[:, t : t + 1], one) for t in range(6, 20)]
+        assert float((plain[:, 1:] - torch.cat(rest, 1)).abs().max()) < BUDGET
+
+
 def test_a_copied_cache_is_independent():
     model, ids = build("Bamba"), prompt(tokens=20)
     with replayssm.enable(model, window=WINDOW):
