@@ -85,9 +85,9 @@ class Budget:
         """
         same = (got.double() == self.exact) | (got.isnan() & self.exact.isnan())
         error = torch.where(same, 0.0, (got.double() - self.exact).abs())
-        worst = error.nan_to_num(nan=torch.inf).flatten(1).amax(1)
+        worst = error.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten(1).amax(1)
         ratio = torch.where(worst > 0, worst / self.allowed, 0.0)
-        return float(ratio.nan_to_num(nan=torch.inf).max()) if len(ratio) else 0.0
+        return float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if len(ratio) else 0.0
 
 
 def clone_store(store: LayerStore) -> LayerStore:
