@@ -94,7 +94,7 @@ class Enabled:
 
     @property
     def pool(self) -> StatePool | None:
-        """The pool of the cache that was prefilled last; None if it is gone, or without a pool."""
+        """The pool of the cache prefilled last; None once that cache is dropped, or without one."""
         binding = None if self._latest is None else self._latest()
         return None if binding is None or binding.rows is None else binding.rows.pool
 
