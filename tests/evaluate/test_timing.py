@@ -36,7 +36,7 @@ def test_a_time_limit_leaves_at_least_three_rounds():
 @pytest.mark.parametrize("arm", DEFAULT, ids=lambda a: a.name)
 def test_every_arm_computes_the_standard_step(spec, arm):
     shape = Shape(spec, 1, 3, 4)
-    blocks = make_blocks(spec, 3, 0)
+    blocks = make_blocks(spec, 3, 0, 11)
     assert output_error(arm, shape, blocks, STANDARD, 11) <= tolerance(arm)
 
 
