@@ -126,7 +126,9 @@ def inputs(layer: LayerSpec, rows: int, seed: int, dtype: torch.dtype = torch.fl
     unit = torch.nn.functional.normalize
     gates = -torch.rand(rows, 1, *layer.gate_shape(), generator=random) * 0.2
     strength = torch.rand(rows, 1, hv, generator=random)
-    block = Block(unit(normal(h, k), dim=-1), unit(normal(h, k), dim=-1), normal(hv, v), gates, strength)
+    block = Block(
+        unit(normal(h, k), dim=-1), unit(normal(h, k), dim=-1), normal(hv, v), gates, strength
+    )
     return block.to(dtype)
 
 
@@ -185,7 +187,14 @@ class Standard:
         self.count += 1
 
 
-def replay(layer: LayerSpec, variant: tuple[Format, ReadDepth], window: int, rows: int, blocks: list[Block], ring: torch.dtype) -> Replay:
+def replay(
+    layer: LayerSpec,
+    variant: tuple[Format, ReadDepth],
+    window: int,
+    rows: int,
+    blocks: list[Block],
+    ring: torch.dtype,
+) -> Replay:
     """Return a store filled with a small random state."""
     spec = StorageSpec(layer, variant[0], RingSpec(window), ring)
     store = allocate(spec, rows, torch.device("cpu"))
@@ -212,7 +221,11 @@ def check(layer: LayerSpec, window: int, ring: torch.dtype) -> float:
             oracle = Replay(LayerStore(ours.store.spec, **copies), variant[1], 2, blocks)
             for name, x in ours.store.present().items():
                 copies[name].copy_(x)
-            oracle.committed, oracle.folded, oracle.count = ours.committed, ours.committed, ours.count
+            oracle.committed, oracle.folded, oracle.count = (
+                ours.committed,
+                ours.committed,
+                ours.count,
+            )
             oracle.base = ours.base
             oracle.out = oracle.out.double()
             oracle.step(reference.step_, compute=torch.float64)
@@ -224,7 +237,9 @@ def check(layer: LayerSpec, window: int, ring: torch.dtype) -> float:
     return worst
 
 
-def model_bytes(layer: LayerSpec, variant: tuple[Format, ReadDepth] | None, window: int, ring: torch.dtype) -> float:
+def model_bytes(
+    layer: LayerSpec, variant: tuple[Format, ReadDepth] | None, window: int, ring: torch.dtype
+) -> float:
     """Return bytes a row moves in an average step: planes, folds and rings."""
     if variant is None:
         return 8.0 * layer.state_elements
@@ -237,7 +252,9 @@ def model_bytes(layer: LayerSpec, variant: tuple[Format, ReadDepth] | None, wind
     return planes + entry * ((window + 1) / 2 + 1)
 
 
-def measure(name: str, window: int, ring: torch.dtype, samples: int, rows: int | None, extra: bool) -> list[dict[str, Any]]:
+def measure(
+    name: str, window: int, ring: torch.dtype, samples: int, rows: int | None, extra: bool
+) -> list[dict[str, Any]]:
     """Measure all variants of one layer and window in turns; return a record for each."""
     layer, full_rows = LAYERS[name]
     rows = rows or full_rows
@@ -260,11 +277,18 @@ def measure(name: str, window: int, ring: torch.dtype, samples: int, rows: int |
     records = []
     for label, (_, variant) in runs.items():
         seconds = taken[label].seconds
-        moved = rows * model_bytes(layer, variant, window, ring) * (0.5 if label == "standard bf16" else 1)
+        moved = (
+            rows
+            * model_bytes(layer, variant, window, ring)
+            * (0.5 if label == "standard bf16" else 1)
+        )
         records.append(
             {
                 "layer": name, "rows": rows, "window": window, "ring": FLOATS[ring],
-                "variant": label, "ms": round(seconds * 1e3, 3), "samples": len(taken[label].every), "clean": len(taken[label].clean),
+                "variant": label,
+                "ms": round(seconds * 1e3, 3),
+                "samples": len(taken[label].every),
+                "clean": len(taken[label].clean),
                 "gb_per_s": round(moved / seconds / 1e9, 1), "mb_moved": round(moved / 1e6, 1),
                 "ratio_to_standard": round(base / seconds, 2), "max_error": error,
             }
@@ -275,12 +299,17 @@ def measure(name: str, window: int, ring: torch.dtype, samples: int, rows: int |
 def show(records: list[dict[str, Any]], limit: float) -> None:
     """Print one table."""
     first = records[0]
-    print(f"\n{first['layer']}, {first['rows']} rows, window {first['window']}, {first['ring']} ring, error {first['max_error']:.1e}")
+    print(
+        f"\n{first['layer']}, {first['rows']} rows, window {first['window']}, "
+        f"{first['ring']} ring, error {first['max_error']:.1e}"
+    )
     for r in records:
         r["share_of_in_place"] = round(r["gb_per_s"] / limit, 2)
         print(
-            f"  {r['variant']:14s} {r['ms']:8.3f} ms  {r['mb_moved']:7.1f} MB  {r['gb_per_s']:6.1f} GB/s"
-            f" ({r['share_of_in_place']:4.0%} of in-place)  x{r['ratio_to_standard']:.2f}  clean {r['clean']}/{r['samples']}",
+            f"  {r['variant']:14s} {r['ms']:8.3f} ms  {r['mb_moved']:7.1f} MB"
+            f"  {r['gb_per_s']:6.1f} GB/s"
+            f" ({r['share_of_in_place']:4.0%} of in-place)  x{r['ratio_to_standard']:.2f}"
+            f"  clean {r['clean']}/{r['samples']}",
             flush=True,
         )
 
@@ -297,7 +326,9 @@ def environment() -> dict[str, str]:
 
 def main() -> None:
     """Measure and print; optionally write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="fewer variants and samples")
     parser.add_argument("--layer", action="append", choices=sorted(LAYERS))
