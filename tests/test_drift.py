@@ -9,6 +9,10 @@ from replayssm.testing.drift import measure_drift
 from replayssm.testing.factories import make_layer
 from replayssm.types import Decay, Format, Impl, ReadDepth, Write
 
+# budgets are those of a delta layer, whose writes correct what they find; an additive state
+# forgets by its gate alone, and sums the roundings of about 60 folds
+MEMORY = {Write.DELTA: 1, Write.ADDITIVE: 4}
+
 
 def check(write, tokens, impl, dims):
     layer = make_layer(write, Decay.SCALAR, (1, 1), dims)
@@ -16,11 +20,12 @@ def check(write, tokens, impl, dims):
     assert len(found) == 2 * len(Format)
     for drift in found:
         fmt, depth = Format(drift.name), ReadDepth(drift.read)
-        assert drift.last < OUTPUT_BUDGET[fmt, depth], drift
-        assert drift.state < STATE_BUDGET[fmt], drift
+        factor = MEMORY[write]
+        assert drift.last < factor * OUTPUT_BUDGET[fmt, depth], drift
+        assert drift.state < factor * STATE_BUDGET[fmt], drift
         # over as many folds again, the error would grow by less than a budget
         folds = tokens / 16
-        assert drift.slope_per_fold * folds < STATE_BUDGET[fmt] / 2, drift
+        assert drift.slope_per_fold * folds < factor * STATE_BUDGET[fmt] / 2, drift
     # rounding once per fold beats rounding once per token
     bf16 = next(d for d in found if d.name == "bf16")
     assert bf16.state < standard.state / 2
