@@ -38,5 +38,5 @@ def test_error_settles_within_a_thousand_tokens(impl, write):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("write", list(Write))
-def test_error_does_not_grow_over_8192_tokens(impl, write):
-    check(write, 8192, impl, (64, 64))
+def test_error_does_not_grow_over_8192_tokens(write):
+    check(write, 8192, Impl.AUTO, (64, 64))
