@@ -1,6 +1,10 @@
 """CPU kernels: one decode step of one layer, standard against replay, states beyond the cache.
 
-    NUMBA_NUM_THREADS=2 python benchmarks/cpu_kernels.py --json benchmarks/results/cpu-kernels.json
+    THP_MEM_ALLOC_ENABLE=1 python benchmarks/cpu_kernels.py --json benchmarks/results/cpu-
+kernels.json
+
+The variable lets torch ask for huge pages, for every variant alike: with small ones a plain rewrite
+of 268 MB already loses a third of its bandwidth to page walks on some machines.
 
 Every row stands at another position of its fold cycle (row i at i modulo the window), so each step
 folds the same share of the rows and a step costs what the average step of a whole cycle costs. The
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import statistics
@@ -314,14 +319,84 @@ def show(records: list[dict[str, Any]], limit: float) -> None:
         )
 
 
+def eager_step(layer: LayerSpec, state: torch.Tensor, block: Block) -> Callable[[], None]:
+    """Return one step of the transformers library's own torch code, as a model would call it."""
+    if layer.write is Write.ADDITIVE:
+        from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
+
+        dt = block.w[:, 0, :, None].expand(-1, -1, layer.value_dim)
+        decay = torch.full((layer.value_heads, 1, 1), -0.1)
+        decay = decay.expand(-1, layer.value_dim, layer.key_dim)
+        v, k, q = block.v[:, 0], block.k[:, 0], block.q[:, 0]
+        return lambda: mamba2_selective_state_update(state, v, dt, decay, k, q)
+    from transformers.models.qwen3_next.modeling_qwen3_next import (
+        torch_recurrent_gated_delta_rule,
+    )
+
+    held = state.transpose(2, 3).contiguous()
+
+    def step() -> None:
+        _, new = torch_recurrent_gated_delta_rule(
+            block.q,
+            block.k,
+            block.v,
+            g=block.g,
+            beta=block.w,
+            initial_state=held,
+            output_final_state=True,
+        )
+        held.copy_(new)
+
+    return step
+
+
+def eager(name: str, samples: int, rows: int = 64) -> dict[str, Any]:
+    """Compare with the transformers library's own step at one batch size."""
+    layer, block = LAYERS[name][0], inputs(LAYERS[name][0], rows, 0)
+    shape = (rows, layer.value_heads, layer.value_dim, layer.key_dim)
+    ours = Standard(torch.zeros(shape), layer.write, rows, [block])
+    cut = replay(layer, VARIANTS[0], 16, rows, [block], torch.float32)
+    high = replay(layer, VARIANTS[4], 16, rows, [block], torch.float32)
+    theirs = eager_step(layer, torch.zeros(shape), block)
+    runs = {"eager": theirs, "standard": ours.step, "f32 full": cut.step, "q24 high": high.step}
+    taken = {label: Samples() for label in runs}
+    for turn in range(samples + 2):
+        for label, work in runs.items():
+            (taken[label] if turn > 1 else Samples()).take(work)
+    found = {f"{label} ms": round(t.seconds * 1e3, 3) for label, t in taken.items()}
+    base = taken["eager"].seconds
+    ratios = {f"x {label}": round(base / t.seconds, 1) for label, t in taken.items()}
+    return {"layer": name, "rows": rows, **found, **ratios}
+
+
 def environment() -> dict[str, str]:
     """Return what the numbers depend on."""
-    packages = ("numba", "numpy", "torch")
+    packages = ("numba", "numpy", "torch", "transformers")
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")
     return {
+        "cpu": model or platform.processor(),
+        "cores": str(os.cpu_count()),
+        "threads": str(numba.get_num_threads()),
+        "huge_pages": os.environ.get("THP_MEM_ALLOC_ENABLE", "0"),
         "python": platform.python_version(),
         **{p: version(p) for p in packages},
-        "threads": str(numba.get_num_threads()),
     }
+
+
+def save(
+    path: Path, machine: dict[str, str], sizes: list[Any], found: dict[str, list[Any]]
+) -> None:
+    """Write results, keeping those of earlier runs that measured something else."""
+    old = json.loads(path.read_text()) if path.exists() else {}
+    content: dict[str, Any] = {"environment": machine, "bandwidth": sizes}
+    for part, keys in (("results", ("layer", "window", "ring")), ("eager", ("layer", "rows"))):
+        new = found.get(part, [])
+        fresh = {tuple(r[k] for k in keys) for r in new}
+        kept = [r for r in old.get(part, []) if tuple(r[k] for k in keys) not in fresh]
+        content[part] = kept + new
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main() -> None:
@@ -329,31 +404,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="results go here, beside those already there")
     parser.add_argument("--quick", action="store_true", help="fewer variants and samples")
     parser.add_argument("--layer", action="append", choices=sorted(LAYERS))
     parser.add_argument("--window", action="append", type=int)
     parser.add_argument("--ring", default="fp32", choices=sorted(FLOATS.values()))
     parser.add_argument("--rows", type=int)
     parser.add_argument("--samples", type=int)
+    parser.add_argument("--eager", action="store_true", help="compare with transformers instead")
     args = parser.parse_args()
     machine = environment()
     print(machine)
-    sizes = [bandwidth(m) for m in ((256,) if args.quick else (64, 256, 512, 1024))]
+    sizes = [bandwidth(m) for m in ((256,) if args.quick else (64, 256, 1024))]
     for size in sizes:
         print(size)
     limit = max(s["in_place"] for s in sizes if s["megabytes"] >= 256)
     ring = next(d for d, name in FLOATS.items() if name == args.ring)
-    records = []
+    found: dict[str, list[Any]] = {"results": [], "eager": []}
     for name in args.layer or LAYERS:
+        samples = args.samples or (24 if args.quick else 40)
+        if args.eager:
+            if LAYERS[name][0].decay is Decay.SCALAR:
+                found["eager"].append(eager(name, args.samples or 10))
+                print(found["eager"][-1])
+            continue
         for window in args.window or ((16,) if args.quick else (8, 16, 32)):
-            samples = args.samples or (24 if args.quick else 64)
-            found = measure(name, window, ring, samples, args.rows, extra=not args.quick)
-            show(found, limit)
-            records += found
+            records = measure(name, window, ring, samples, args.rows, extra=not args.quick)
+            show(records, limit)
+            found["results"] += records
     if args.json:
-        content = {"environment": machine, "bandwidth": sizes, "results": records}
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        save(args.json, machine, sizes, found)
 
 
 if __name__ == "__main__":
