@@ -1,7 +1,6 @@
 """CPU kernels: one decode step of one layer, standard against replay, states beyond the cache.
 
-    THP_MEM_ALLOC_ENABLE=1 python benchmarks/cpu_kernels.py --json benchmarks/results/cpu-
-kernels.json
+    THP_MEM_ALLOC_ENABLE=1 python benchmarks/cpu_kernels.py --json cpu-kernels.json
 
 The variable lets torch ask for huge pages, for every variant alike: with small ones a plain rewrite
 of 268 MB already loses a third of its bandwidth to page walks on some machines.
