@@ -2,8 +2,8 @@
 
     THP_MEM_ALLOC_ENABLE=1 python benchmarks/cpu_kernels.py --json cpu-kernels.json
 
-The variable lets torch ask for huge pages, for every variant alike: with small ones a plain rewrite
-of 268 MB already loses a third of its bandwidth to page walks on some machines.
+The variable makes torch ask for huge pages, for every variant alike: with small ones a plain
+rewrite of 268 MB already loses a third of its bandwidth to page walks on some machines.
 
 Every row stands at another position of its fold cycle (row i at i modulo the window), so each step
 folds the same share of the rows and a step costs what the average step of a whole cycle costs. The
