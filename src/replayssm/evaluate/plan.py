@@ -80,7 +80,8 @@ class Scope:
         buckets: Upper ends of the length buckets, ascending.
         text_rows: Held-out sequences, each as long as the last bucket.
         probes: ``(length, probes per kind)`` pairs.
-        block: Tokens per forward in the precision section.
+        block: Tokens per forward in the precision section; a divisor of ``window``, so that every
+            token finds the ring as deep as it would in single steps.
     """
 
     window: int = 16
@@ -91,13 +92,17 @@ class Scope:
     batches: tuple[int, ...] = (1, 4, 16, 64)
     windows: tuple[int, ...] = (8, 16, 32)
     rounds: int = 8
-    cell_seconds: float = 3.0
-    working_set: int = 128 << 20
+    cell_seconds: float = 2.0
+    working_set: int = 64 << 20
     budget_bytes: int = 128 << 20
     buckets: tuple[int, ...] = (512, 2048, 8192)
     text_rows: int = 2
     probes: tuple[tuple[int, int], ...] = ((256, 37), (1024, 5), (8192, 1))
-    block: int = 8
+    block: int = 16
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.window % self.block:
+            raise ContractError("scope.block", f"a divisor of window ({self.window})", self.block)
 
 
 FULL_SCOPE = Scope(
