@@ -78,7 +78,7 @@ def _margin(ax: Axes, at: float, text: str) -> None:
     )
 
 
-def _legend(fig: Figure, ax: Axes, columns: int = 3) -> None:
+def _legend(fig: Figure, ax: Axes, columns: int = 4) -> None:
     handles, labels = ax.get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=1.6)
 
