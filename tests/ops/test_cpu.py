@@ -11,6 +11,7 @@ import torch
 numba = pytest.importorskip("numba")
 
 from replayssm import formats  # noqa: E402
+from replayssm.errors import ContractError  # noqa: E402
 from replayssm.formats import column_amax, column_scale  # noqa: E402
 from replayssm.ops import cpu, reference  # noqa: E402
 from replayssm.ops.cpu import encode, layout  # noqa: E402
@@ -336,3 +337,17 @@ def test_any_input_dtype_and_stride(ring: torch.dtype) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     for name in ("k", "v", "g", "w"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+def test_what_would_leave_memory_is_refused() -> None:
+    ours, block = make_store(GDN, Format.F32), make_block(GDN, 1, 2, seed=1)
+    before = clone_store(ours)
+    plan = make_plan([0], [2], [RING.ring_len - 1], folded=[0])
+    with pytest.raises(ContractError, match="unfolded entries"):
+        cpu.step_(ours, plan, block, [FULL], torch.empty_like(block.v))
+    state = torch.zeros(1, GDN.value_heads, GDN.value_dim, GDN.key_dim)
+    for wrong in (state.double(), state.transpose(2, 3).contiguous().transpose(2, 3)):
+        with pytest.raises(ContractError, match="state"):
+            cpu.standard_(wrong, plan, block, GDN.write, torch.empty_like(block.v))
+    for name, x in ours.present().items():
+        assert torch.equal(x, before.present()[name]), name

@@ -14,6 +14,7 @@ import numba
 import numpy as np
 import torch
 
+from replayssm.errors import ContractError
 from replayssm.ops.cpu import layout
 from replayssm.ops.cpu.layout import BlockAt
 from replayssm.ops.cpu.standard import standard_parallel, standard_serial
@@ -23,6 +24,7 @@ from replayssm.types import ReadDepth
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from replayssm.ops.cpu.layout import Geometry
     from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
     from replayssm.types import Block, Write
@@ -90,6 +92,7 @@ def _run(
     scratch, size = layout.scratch_of(at, max(where.tokens, 1))
     fields = (plan.slots, plan.base, plan.folded, plan.committed, plan.lengths)
     counts = np.array([*fields, is_full], np.int64)
+    _check_span(at, plan, has_block=has_block)
     shares = _shares(plan.rows * store.spec.layer.state_elements * store.high.element_size())
     base = _workspace.address(shares * size)
     tensors = (at, layout.planes_at(store), layout.rings_at(store), where, scratch)
@@ -97,6 +100,15 @@ def _run(
         run_serial(*tensors, base, counts, int(has_block))
     else:
         run_parallel(*tensors, base, size, counts, int(has_block), shares)
+
+
+def _check_span(at: Geometry, plan: BlockPlan, *, has_block: bool) -> None:
+    # scratch holds one ring of entries: a plan that spans more would write behind it
+    folded_to = np.maximum(plan.base, (plan.folded - at.keep) // at.window * at.window)
+    span = plan.committed - folded_to + (plan.lengths if has_block else 0)
+    if int(span.max(initial=0)) > at.ring_len:
+        expected = f"at most {at.ring_len} unfolded entries a row, the length of the ring"
+        raise ContractError("plan", expected, int(span.max()))
 
 
 def _shares(nbytes: int) -> int:
@@ -113,6 +125,10 @@ def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: T
         write: Additive or delta.
         out: ``[B, T, HV, V]``; pad rows and tokens past a row's length get 0.
     """
+    if state.dtype not in layout.KIND:
+        raise ContractError("state", f"one of {tuple(layout.KIND)}", state.dtype)
+    if state.stride(-1) != 1 and state.shape[-1] > 1:
+        raise ContractError("state", "a contiguous last dimension", f"stride {state.stride(-1)}")
     target = out if _is_writable(out) else torch.empty(out.shape, dtype=torch.float32)
     where, alive = layout.block_at(block, target)
     at, size = layout.standard_at(state, block, write)
