@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replayssm.errors import CapacityError, SlotError
+from replayssm.errors import CapacityError, ContractError, SlotError
 from replayssm.ring import BlockPlan
 
 if TYPE_CHECKING:
@@ -122,6 +122,17 @@ class SlotTable:
         """Record that the planes reached ``committed``, then move it by the accepted entries."""
         self.folded[slot] = max(self.folded[slot], self.committed[slot])
         self.committed[slot] += accepted
+
+    def check_crop(self, slot: int, tokens: int) -> None:
+        """Refuse to take back entries that are folded already.
+
+        Raises:
+            ContractError: ``tokens`` is out of range.
+        """
+        most = int(self.committed[slot]) - self.newest_fold(slot)
+        if not 0 <= tokens <= most:
+            expected = f"0 to {most} (keep={self.ring.keep} is guaranteed at every phase)"
+            raise ContractError("tokens", expected, tokens, "open the pool with a larger keep")
 
     def newest_fold(self, slot: int) -> int:
         """Return the newest position that some tile's checkpoint has reached."""

@@ -25,12 +25,12 @@ from replayssm.errors import (
     SlotError,
     TicketError,
 )
-from replayssm.ops import fold_, reference, step_
+from replayssm.ops import compact_, fold_, reference, step_
 from replayssm.ops.dispatch import choose
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec, allocate
-from replayssm.ticket import Ticket, tree_parents
+from replayssm.ticket import Ticket, check_paths, tree_parents
 from replayssm.transfer import SlotImage, read_slot, write_slot_
 from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 
@@ -241,6 +241,49 @@ class StatePool:
                 self._slots.advance(slot, accepted)
         elif any(accepted for _, accepted in rows):
             raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
+
+    def commit_paths_(self, ticket: Ticket, paths: Sequence[Sequence[int] | None]) -> None:
+        """Keep one root-to-node path of every row's tree and close the forward.
+
+        Moves the path's entries to the front of the block in every layer's rings, then the counts.
+
+        Args:
+            ticket: An open ticket whose layers have all run.
+            paths: Per row the kept nodes, oldest first (empty aborts the block), or None for a row
+                whose slot was released in the meantime. Ignored for pad rows.
+
+        Raises:
+            TicketError: As in :meth:`commit_`.
+            SlotError: As in :meth:`commit_`.
+            ContractError: A path is not one of the tree's; nothing was changed.
+        """
+        self._check_ticket(ticket)
+        kept = check_paths(ticket, paths)
+        counts = [None if path is None else len(path) for path in kept]
+        self._accepted_rows(ticket, counts)
+        if len(ticket.visited) == self.num_layers:
+            for store in self.stores:
+                compact_(store, ticket.plan, kept)
+        self.commit_(ticket, counts)
+
+    def crop_(self, refs: Sequence[SlotRef], tokens: Sequence[int] | int) -> None:
+        """Take back the newest committed entries of slots: their counts move, nothing else does.
+
+        Args:
+            refs: Slots.
+            tokens: Entries to take back, per slot or one number; up to ``keep`` at every phase.
+
+        Raises:
+            ContractError: Some entries are folded already; nothing was changed.
+        """
+        slots = [self._slots.check(ref, Status.LIVE) for ref in refs]
+        counts = [tokens] * len(slots) if isinstance(tokens, int) else list(tokens)
+        if len(counts) != len(slots):
+            raise ContractError("tokens", f"{len(slots)} of them", len(counts))
+        for slot, count in zip(slots, counts, strict=True):
+            self._slots.check_crop(slot, count)
+        for slot, count in zip(slots, counts, strict=True):
+            self._slots.committed[slot] -= count
 
     def fold_(self, refs: Sequence[SlotRef]) -> None:
         """Bring slots' planes to their newest boundary now; the next step would do the same."""
