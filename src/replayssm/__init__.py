@@ -10,6 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from replayssm.integrations.support import support as support
+    from replayssm.integrations.transformers import disable as disable
+    from replayssm.integrations.transformers import enable as enable
     from replayssm.state import StatePool as StatePool
     from replayssm.types import Block as Block
     from replayssm.types import Decay as Decay
@@ -32,6 +35,9 @@ _HOMES = {
     "RingSpec": "replayssm.ring",
     "StatePool": "replayssm.state",
     "plan_memory": "replayssm.memory",
+    "disable": "replayssm.integrations.transformers",
+    "enable": "replayssm.integrations.transformers",
+    "support": "replayssm.integrations.support",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

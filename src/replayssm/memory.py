@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,10 +61,10 @@ def plan_memory(
         ring_dtype: dtype of ring keys and values.
 
     Raises:
-        ContractError: ``gib`` is not positive or there is no layer.
+        ContractError: ``gib`` is not positive and finite, or there is no layer.
     """
-    if gib <= 0:
-        raise ContractError("gib", "a positive number", gib)
+    if not 0 < gib < inf:
+        raise ContractError("gib", "a positive finite number", gib)
     if not layers:
         raise ContractError("layers", "at least one layer", "none")
     fmt, ring = Format(state), ring or RingSpec()

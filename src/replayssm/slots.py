@@ -106,9 +106,21 @@ class SlotTable:
             raise SlotError(f"slot {slot} {_REFUSALS[status]}")
         return slot
 
+    def check_rows(self, refs: Sequence[SlotRef | None], *allowed: Status) -> list[int]:
+        """Return the slot of every row, -1 for a pad row.
+
+        Raises:
+            SlotError: As :meth:`check`, or two rows name the same slot.
+        """
+        slots = [-1 if ref is None else self.check(ref, *allowed) for ref in refs]
+        live = [slot for slot in slots if slot >= 0]
+        if len(set(live)) != len(live):
+            raise SlotError(f"refs: expected every slot at most once, got {slots}")
+        return slots
+
     def mark(self, slots: Sequence[int], status: Status) -> None:
-        """Set the status of slots that were checked before."""
-        self._status[list(slots)] = status
+        """Set the status of slots that were checked before; -1 is a pad row."""
+        self._status[[slot for slot in slots if slot >= 0]] = status
 
     def set_counts(self, slot: int, base: int, folded: int, committed: int) -> None:
         """Set where a slot stands."""
@@ -123,16 +135,19 @@ class SlotTable:
         self.folded[slot] = max(self.folded[slot], self.committed[slot])
         self.committed[slot] += accepted
 
-    def check_crop(self, slot: int, tokens: int) -> None:
-        """Refuse to take back entries that are folded already.
+    def crop(self, slots: Sequence[int], tokens: Sequence[int | None]) -> None:
+        """Take back the newest entries of slots that were checked before.
 
         Raises:
-            ContractError: ``tokens`` is out of range.
+            ContractError: Some of them are folded already; nothing was changed.
         """
-        most = int(self.committed[slot]) - self.newest_fold(slot)
-        if not 0 <= tokens <= most:
-            expected = f"0 to {most} (keep={self.ring.keep} is guaranteed at every phase)"
-            raise ContractError("tokens", expected, tokens, "open the pool with a larger keep")
+        for slot, count in zip(slots, tokens, strict=True):
+            most = int(self.committed[slot]) - self.newest_fold(slot)
+            if count is None or not 0 <= count <= most:
+                expected = f"0 to {most} (keep={self.ring.keep} is promised at every phase)"
+                raise ContractError("tokens", expected, count, "open the pool with a larger keep")
+        for slot, count in zip(slots, tokens, strict=True):
+            self.committed[slot] -= count
 
     def newest_fold(self, slot: int) -> int:
         """Return the newest position that some tile's checkpoint has reached."""

@@ -22,7 +22,6 @@ from replayssm.errors import (
     CapacityError,
     ContractError,
     ReplayError,
-    SlotError,
     TicketError,
 )
 from replayssm.ops import compact_, fold_, reference, step_
@@ -30,7 +29,7 @@ from replayssm.ops.dispatch import choose
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec, allocate
-from replayssm.ticket import Ticket, check_paths, tree_parents
+from replayssm.ticket import Ticket, check_paths, per_row, tree_parents
 from replayssm.transfer import SlotImage, read_slot, write_slot_
 from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 
@@ -49,7 +48,7 @@ class StatePool:
         ring_dtype: dtype of ring keys and values; normally the model's.
         device: Where everything lives.
         impl: Implementation; ``pool.impl`` tells what ``auto`` chose.
-        debug: Refuse NaN and infinite inputs in every step.
+        debug: Refuse NaN, infinite and growing (g > 0) inputs of every step and admission.
     """
 
     def __init__(
@@ -77,6 +76,7 @@ class StatePool:
             StorageSpec(layer, self.format, self.ring, ring_dtype) for layer in layers
         )
         self.stores = tuple(allocate(spec, slots, self.device) for spec in self.specs)
+        self.device = self.stores[0].high.device  # with the index that "cuda" leaves out
         self._slots = SlotTable(slots, self.ring)
 
     @property
@@ -106,6 +106,7 @@ class StatePool:
         """Return the oldest position that :meth:`materialise` can rebuild."""
         return self._slots.newest_fold(self._slots.check(ref, Status.LIVE, Status.OPEN))
 
+    @torch.no_grad()
     def admit_(self, states: Sequence[Tensor] | None = None, position: int = 0) -> SlotRef:
         """Take a free slot and write a prefill state into its planes.
 
@@ -153,18 +154,14 @@ class StatePool:
             SlotError: A slot is free, stale, invalid, named twice or already in a forward.
             ContractError: A length or a parent is out of range.
         """
-        counts = [lengths] * len(refs) if isinstance(lengths, int) else [int(n) for n in lengths]
-        if len(counts) != len(refs):
-            raise ContractError("lengths", f"{len(refs)} of them", len(counts))
-        for count in counts:
-            if not 1 <= count <= self.ring.max_block:
+        counts: list[int] = []
+        for count in per_row("lengths", lengths, len(refs)):
+            if count is None or not 1 <= count <= self.ring.max_block:
                 raise ContractError("lengths", f"1 to max_block ({self.ring.max_block})", count)
-        slots = [-1 if ref is None else self._slots.check(ref, Status.LIVE) for ref in refs]
-        live = [slot for slot in slots if slot >= 0]
-        if len(set(live)) != len(live):
-            raise SlotError(f"refs: expected every slot at most once, got {slots}")
+            counts.append(count)
+        slots = self._slots.check_rows(refs, Status.LIVE)
         plan = self._slots.plan(slots, counts, tree_parents(parents, counts))
-        self._slots.mark(live, Status.OPEN)
+        self._slots.mark(slots, Status.OPEN)
         return Ticket(tuple(refs), plan, owner=self)
 
     def step_(
@@ -205,7 +202,7 @@ class StatePool:
         except ReplayError:
             raise  # refused before anything was written; the forward may be tried again
         except BaseException:
-            self._slots.mark([int(s) for s in ticket.plan.slots if s >= 0], Status.INVALID)
+            self._slots.mark(ticket.plan.slots.tolist(), Status.INVALID)
             raise
         ticket.visited.add(layer)
         return y
@@ -226,21 +223,11 @@ class StatePool:
             ContractError: A number is out of range; nothing changed.
         """
         self._check_ticket(ticket)
-        rows = self._accepted_rows(ticket, num_accepted)
-        ticket.is_spent = True
-        missing = self.num_layers - len(ticket.visited)
-        if missing and ticket.visited:
-            self._slots.mark([slot for slot, _ in rows], Status.INVALID)
-            raise TicketError(
-                f"{missing} of {self.num_layers} layers never ran in this forward; "
-                "its slots are invalid now, release them"
-            )
-        self._slots.mark([slot for slot, _ in rows], Status.LIVE)
-        if not missing:
-            for slot, accepted in rows:
-                self._slots.advance(slot, accepted)
-        elif any(accepted for _, accepted in rows):
-            raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
+        counts = per_row("num_accepted", num_accepted, len(ticket.refs))
+        if ticket.plan.parents is not None:
+            self.commit_paths_(ticket, [None if n is None else range(n) for n in counts])
+        else:
+            self._close(ticket, self._accepted_rows(ticket, counts))
 
     def commit_paths_(self, ticket: Ticket, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep one root-to-node path of every row's tree and close the forward.
@@ -248,23 +235,20 @@ class StatePool:
         Moves the path's entries to the front of the block in every layer's rings, then the counts.
 
         Args:
-            ticket: An open ticket whose layers have all run.
-            paths: Per row the kept nodes, oldest first (empty aborts the block), or None for a row
-                whose slot was released in the meantime. Ignored for pad rows.
+            ticket: An open ticket; it is spent afterwards.
+            paths: Per row the kept nodes, oldest first (empty aborts the block), or None as in
+                :meth:`commit_`, whose errors are raised here too.
 
         Raises:
-            TicketError: As in :meth:`commit_`.
-            SlotError: As in :meth:`commit_`.
-            ContractError: A path is not one of the tree's; nothing was changed.
+            ContractError: A path does not go down its row's tree from a root; nothing was changed.
         """
         self._check_ticket(ticket)
         kept = check_paths(ticket, paths)
-        counts = [None if path is None else len(path) for path in kept]
-        self._accepted_rows(ticket, counts)
+        rows = self._accepted_rows(ticket, [None if p is None else len(p) for p in kept])
         if len(ticket.visited) == self.num_layers:
             for store in self.stores:
                 compact_(store, ticket.plan, kept)
-        self.commit_(ticket, counts)
+        self._close(ticket, rows)
 
     def crop_(self, refs: Sequence[SlotRef], tokens: Sequence[int] | int) -> None:
         """Take back the newest committed entries of slots: their counts move, nothing else does.
@@ -276,18 +260,13 @@ class StatePool:
         Raises:
             ContractError: Some entries are folded already; nothing was changed.
         """
-        slots = [self._slots.check(ref, Status.LIVE) for ref in refs]
-        counts = [tokens] * len(slots) if isinstance(tokens, int) else list(tokens)
-        if len(counts) != len(slots):
-            raise ContractError("tokens", f"{len(slots)} of them", len(counts))
-        for slot, count in zip(slots, counts, strict=True):
-            self._slots.check_crop(slot, count)
-        for slot, count in zip(slots, counts, strict=True):
-            self._slots.committed[slot] -= count
+        slots = self._slots.check_rows(refs, Status.LIVE)
+        counts = per_row("tokens", tokens, len(slots))
+        self._slots.crop(slots, counts)
 
     def fold_(self, refs: Sequence[SlotRef]) -> None:
         """Bring slots' planes to their newest boundary now; the next step would do the same."""
-        slots = [self._slots.check(ref, Status.LIVE) for ref in refs]
+        slots = self._slots.check_rows(refs, Status.LIVE)
         plan = self._slots.plan(slots, [0] * len(slots))
         for store in self.stores:
             fold_(store, plan, impl=self.impl)
@@ -321,8 +300,7 @@ class StatePool:
         Raises:
             CapacityError: Too few free slots for the copies; nothing was changed.
         """
-        for ref in refs:
-            self._slots.check(ref, Status.LIVE)
+        self._slots.check_rows(refs, Status.LIVE)
         if any(not 0 <= i < len(refs) for i in index):
             raise ContractError("index", f"rows 0 to {len(refs) - 1}", list(index))
         dropped = [i for i in range(len(refs)) if i not in index]
@@ -392,14 +370,30 @@ class StatePool:
             if state.device != self.device or not state.is_floating_point():
                 expected = f"a float tensor on {self.device}"
                 raise ContractError(f"states[{i}]", expected, f"{state.dtype} on {state.device}")
+            if self.debug and not bool(torch.isfinite(state).all()):
+                raise ContractError(f"states[{i}]", "finite values", "NaN or infinity")
+
+    def _close(self, ticket: Ticket, rows: list[tuple[int, int]]) -> None:
+        slots = [slot for slot, _ in rows]
+        ticket.is_spent = True
+        missing = self.num_layers - len(ticket.visited)
+        if missing and ticket.visited:
+            self._slots.mark(slots, Status.INVALID)
+            raise TicketError(
+                f"{missing} of {self.num_layers} layers never ran in this forward; "
+                "its slots are invalid now, release them"
+            )
+        self._slots.mark(slots, Status.LIVE)
+        if not missing:
+            for slot, accepted in rows:
+                self._slots.advance(slot, accepted)
+        elif any(accepted for _, accepted in rows):
+            raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
 
     def _accepted_rows(
         self, ticket: Ticket, num_accepted: Sequence[int | None] | int
     ) -> list[tuple[int, int]]:
-        rows, wanted = len(ticket.refs), num_accepted
-        counts = [wanted] * rows if isinstance(wanted, int) else list(wanted)
-        if len(counts) != rows:
-            raise ContractError("num_accepted", f"{rows} of them", len(counts))
+        counts = per_row("num_accepted", num_accepted, len(ticket.refs))
         accepted = []
         for row, (ref, count) in enumerate(zip(ticket.refs, counts, strict=True)):
             if ref is None or (count is None and self._slots.is_stale(ref)):

@@ -45,6 +45,7 @@ class StorageSpec:
     ring_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "format", Format(self.format))
         if self.ring_dtype not in RING_DTYPES:
             raise ContractError("ring_dtype", f"one of {RING_DTYPES}", self.ring_dtype)
         if self.ring.tiles > self.layer.value_dim:

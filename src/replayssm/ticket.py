@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +36,22 @@ class Ticket:
     owner: object
     visited: set[int] = field(default_factory=set)
     is_spent: bool = False
+
+
+def per_row(name: str, values: Sequence[int | None] | int, rows: int) -> list[int | None]:
+    """Return one integer a row, from one number for all rows or any sequence of integers.
+
+    Raises:
+        ContractError: Another number of them, or one that is not an integer.
+    """
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    counts = [plain] * rows if isinstance(plain, int) else list(plain)
+    if len(counts) != rows:
+        raise ContractError(name, f"{rows} of them", len(counts))
+    try:
+        return [None if count is None else index(count) for count in counts]
+    except TypeError:
+        raise ContractError(name, "integers", counts) from None
 
 
 def tree_parents(

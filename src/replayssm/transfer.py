@@ -17,6 +17,8 @@ from replayssm.storage import RING_FIELDS, LayerStore, StorageSpec
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from replayssm.ring import RingSpec
+
 SCHEMA = "replayssm.slot/1"
 
 
@@ -60,9 +62,32 @@ class SlotImage:
             ):
                 if mine != theirs:
                     raise ContractError(f"image layer {i} {name}", str(theirs), str(mine))
-        if self.committed - self.oldest > specs[0].ring.ring_len:
-            live = self.committed - self.oldest
-            raise ContractError("image", f"at most {specs[0].ring.ring_len} live entries", live)
+        self._check_counts(specs[0].ring)
+        self._check_tensors(specs)
+
+    def _check_counts(self, ring: RingSpec) -> None:
+        oldest, newest = ring.oldest_needed(self.base, self.folded), self.committed
+        if not 0 <= self.base <= oldest == self.oldest <= newest:
+            expected = f"0 <= base <= oldest ({oldest}) <= committed"
+            got = f"base {self.base}, oldest {self.oldest}, committed {newest}"
+            raise ContractError("image", expected, got)
+        if newest - oldest > ring.ring_len:
+            expected = f"at most {ring.ring_len} live entries"
+            raise ContractError("image", expected, newest - oldest)
+
+    def _check_tensors(self, specs: tuple[StorageSpec, ...]) -> None:
+        if len(self.layers) != len(specs):
+            raise ContractError("image", f"tensors of {len(specs)} layers", len(self.layers))
+        live = self.committed - self.oldest
+        for i, (spec, tensors) in enumerate(zip(specs, self.layers, strict=True)):
+            for name, (shape, dtype) in spec.shapes(1).items():
+                own = shape[1:]
+                if name in RING_FIELDS:
+                    own = (own[0], live, *own[2:])
+                x = tensors.get(name)
+                if x is None or tuple(x.shape) != own or x.dtype != dtype:
+                    got = "nothing" if x is None else f"{x.dtype} {tuple(x.shape)}"
+                    raise ContractError(f"image layer {i} {name}", f"{dtype} {own}", got)
 
 
 def read_slot(

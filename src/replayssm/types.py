@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import torch
 
@@ -28,21 +28,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Write(StrEnum):
+class _Choice(StrEnum):
+    """An enum whose unknown values are refused with the list of known ones."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Never:
+        raise ContractError(cls.__name__, f"one of {', '.join(cls)}", repr(value))
+
+
+class Write(_Choice):
     """How an entry is written into the state."""
 
     ADDITIVE = "additive"
     DELTA = "delta"
 
 
-class Decay(StrEnum):
+class Decay(_Choice):
     """What one log-decay covers: a whole head, or one key channel."""
 
     SCALAR = "scalar"
     CHANNEL = "channel"
 
 
-class Format(StrEnum):
+class Format(_Choice):
     """State formats of a checkpoint; bytes and planes are in :mod:`replayssm.formats`."""
 
     F32 = "f32"
@@ -52,14 +60,14 @@ class Format(StrEnum):
     BF16 = "bf16"
 
 
-class ReadDepth(StrEnum):
+class ReadDepth(_Choice):
     """Which planes a step reads. A fold always reads and writes both."""
 
     HIGH = "high"
     FULL = "full"
 
 
-class Impl(StrEnum):
+class Impl(_Choice):
     """Which implementation serves an operation; ``AUTO`` picks by device and says what it chose."""
 
     AUTO = "auto"
@@ -88,6 +96,9 @@ class LayerSpec:
     value_dim: int
 
     def __post_init__(self) -> None:
+        # the code compares by identity, so a plain string would silently mean the other choice
+        object.__setattr__(self, "write", Write(self.write))
+        object.__setattr__(self, "decay", Decay(self.decay))
         for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
             if getattr(self, name) < 1:
                 raise ContractError(name, "a positive integer", getattr(self, name))

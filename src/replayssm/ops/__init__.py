@@ -10,7 +10,7 @@ from torch import Tensor
 from replayssm.errors import ContractError
 from replayssm.ops import reference
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_block, check_tensor
+from replayssm.ops.validation import check_block, check_slots, check_tensor
 from replayssm.types import Block, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["compact_", "fold_", "standard_", "step_"]
 
 
+@torch.no_grad()
 def step_(
     store: LayerStore,
     plan: BlockPlan,
@@ -44,7 +45,7 @@ def step_(
         depth: Planes to read, for all rows or per row.
         impl: Implementation.
         out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
-        debug: Refuse NaN and infinite inputs.
+        debug: Refuse NaN, infinite and growing (g > 0) inputs.
 
     Returns:
         ``[B, T, HV, V]``; pad rows and tokens past a row's length are 0.
@@ -54,6 +55,7 @@ def step_(
         UnsupportedError: ``impl`` cannot serve this device.
     """
     device = store.high.device
+    check_slots(plan, store.slots)
     check_block(store.spec.layer, plan, block, device, finite=debug)
     depths = _per_row(depth, plan.rows)
     out = _output(out, block, device)
@@ -75,6 +77,7 @@ def fold_(store: LayerStore, plan: BlockPlan, *, impl: Impl = Impl.AUTO) -> None
 
     Mutates planes and scales only.
     """
+    check_slots(plan, store.slots)
     if choose(impl, store.high.device, tiles=store.spec.ring.tiles) is Impl.CPU:
         from replayssm.ops import cpu
 
@@ -96,6 +99,7 @@ def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...]
     reference.compact_(store, plan, paths)
 
 
+@torch.no_grad()
 def standard_(
     state: Tensor,
     layer: LayerSpec,
@@ -126,6 +130,9 @@ def standard_(
     check_block(layer, plan, block, state.device)
     shape = (state.shape[0], layer.value_heads, layer.value_dim, layer.key_dim)
     check_tensor("state", state, shape, state.device)
+    check_slots(plan, state.shape[0])
+    if state.dtype not in (torch.float32, torch.bfloat16):
+        raise ContractError("state", "float32 or bfloat16", state.dtype)
     if plan.parents is not None:
         raise ContractError("plan", "chains on the standard path", "a tree")
     out = _output(out, block, state.device)

@@ -34,6 +34,7 @@ def choose(impl: Impl, device: torch.device, *, tiles: int = 1, tree: bool = Fal
     ``AUTO`` is CPU where it can run and the reference elsewhere; callers keep the answer, so that a
     result can say what served it.
     """
+    impl = Impl(impl)
     if impl is Impl.AUTO:
         reason = unavailable(Impl.CPU, device, tiles=tiles, tree=tree)
         return Impl.CPU if reason is None else Impl.REFERENCE

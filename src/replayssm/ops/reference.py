@@ -90,7 +90,7 @@ def pull_back(x: Tensor, entries: Entries, write: Write) -> tuple[Tensor, Tensor
         ``(x [HV, K], y [HV, V])``: the vector that acts on the state before the oldest entry, and
         the entries' own part of the output, ``sum_j c_j v_j``.
     """
-    y = torch.zeros_like(entries.v[0]) if len(entries) else x.new_zeros(x.shape[0], 0)
+    y = entries.v.new_zeros(entries.v.shape[1:])
     for j in reversed(range(len(entries))):
         c = entries.w[j] * (entries.k[j] * x).sum(-1)
         y = y + c.unsqueeze(-1) * entries.v[j]
@@ -172,7 +172,7 @@ def append_(store: LayerStore, plan: BlockPlan, block: Block) -> None:
 
 
 def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...] | None]) -> None:
-    """Move each row's kept entries to the front of its block; every load comes before the stores."""
+    """Move each row's kept entries to the front of its block; it loads before it stores."""
     ring_len = store.spec.ring.ring_len
     for row, path in enumerate(paths):
         slot, first = int(plan.slots[row]), int(plan.committed[row])

@@ -39,7 +39,7 @@ def check_block(
         plan: The forward's plan; it decides B and the least T.
         block: Inputs.
         device: Where the layer's tensors are.
-        finite: Also refuse NaN and infinite values (debug mode; costs a pass over the inputs).
+        finite: Also check the values (debug mode; costs a pass over the inputs).
     """
     if block.q.ndim != 4:
         raise ContractError("q", "4 dimensions [B, T, H, K]", tuple(block.q.shape))
@@ -49,8 +49,25 @@ def check_block(
         raise ContractError("q", f"at least {longest} tokens, as planned", f"{tokens} tokens")
     for name, shape in block_shapes(layer, plan.rows, tokens).items():
         check_tensor(name, getattr(block, name), shape, device)
-        if finite and not bool(torch.isfinite(getattr(block, name)).all()):
+    if finite:
+        check_values(plan, block)
+
+
+def check_values(plan: BlockPlan, block: Block) -> None:
+    """Refuse NaN, infinity and g > 0 in the tokens that count; g = -inf is a gate of exactly 0."""
+    lengths = torch.from_numpy(plan.lengths).to(block.q.device)
+    real = torch.arange(block.tokens, device=block.q.device) < lengths.unsqueeze(-1)
+    for name in ("q", "k", "v", "w"):
+        if not bool(torch.isfinite(getattr(block, name)[real]).all()):
             raise ContractError(name, "finite values", "NaN or infinity")
+    if not bool((block.g[real] <= 0).all()):
+        raise ContractError("g", "log-decays <= 0", "a positive number or NaN")
+
+
+def check_slots(plan: BlockPlan, slots: int) -> None:
+    """Refuse a plan whose slots are not in a pool of ``slots``; compiled code would not notice."""
+    if plan.rows and not -1 <= plan.slots.min() <= plan.slots.max() < slots:
+        raise ContractError("plan", f"slots -1 to {slots - 1}", plan.slots.tolist())
 
 
 def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

@@ -1,7 +1,127 @@
-"""CPU path: until the compiled kernels land, the same verbs served by the reference."""
+"""Compiled CPU path (numba): thin launchers over the kernels of this package.
+
+A kernel is compiled on first use and cached on disk. Work is spread over numba's threads; a small call
+stays in the calling thread. Every row's numbers depend on that row alone, so neither the number of
+threads nor the batch shows in a result.
+"""
 
 from __future__ import annotations
 
-from replayssm.ops.reference import fold_, standard_, step_
+import threading
+from typing import TYPE_CHECKING
+
+import numba
+import numpy as np
+import torch
+
+from replayssm.ops.cpu import layout
+from replayssm.ops.cpu.standard import standard_parallel, standard_serial
+from replayssm.ops.cpu.step import run_parallel, run_serial
+from replayssm.types import ReadDepth
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from replayssm.ring import BlockPlan
+    from replayssm.storage import LayerStore
+    from replayssm.types import Block, Write
 
 __all__ = ["fold_", "standard_", "step_"]
+
+# below this much state, starting threads costs more than they save
+PARALLEL_BYTES = 1 << 18
+ALIGN = 64
+NO_BLOCK = layout.BlockAt(*(0,) * len(layout.BlockAt._fields))
+
+
+class _Workspace(threading.local):
+    """Scratch of one calling thread; grows to the largest call and is then reused."""
+
+    def __init__(self) -> None:
+        self.memory = np.empty(0, np.uint8)
+
+    def address(self, nbytes: int) -> int:
+        if self.memory.nbytes < nbytes + ALIGN:
+            self.memory = np.zeros(nbytes + ALIGN, np.uint8)
+        start = self.memory.ctypes.data
+        return int(start + -start % ALIGN)
+
+
+_workspace = _Workspace()
+
+
+def step_(
+    store: LayerStore, plan: BlockPlan, block: Block, depths: list[ReadDepth], out: Tensor
+) -> None:
+    """Fold what is due, append the block's entries and write its outputs.
+
+    Mutates planes that reach a boundary, the rings at the block's positions, and ``out``.
+
+    Args:
+        store: Layer tensors; slots, heads and entries may be strided.
+        plan: Rows of this forward.
+        block: Inputs, a chain.
+        depths: Read depth of each row.
+        out: ``[B, T, HV, V]``; pad rows and tokens past a row's length get 0.
+    """
+    target = out if _is_writable(out) else torch.empty(out.shape, dtype=torch.float32)
+    where, alive = layout.block_at(block, target)
+    is_full = [d is ReadDepth.FULL for d in depths]
+    _run(store, plan, where, is_full, has_block=True)
+    if target is not out:
+        out.copy_(target)
+    del alive
+
+
+def fold_(store: LayerStore, plan: BlockPlan) -> None:
+    """Bring every row's planes to its newest boundary; mutates planes and scales only."""
+    _run(store, plan, NO_BLOCK, [False] * plan.rows, has_block=False)
+
+
+def _is_writable(out: Tensor) -> bool:
+    return out.dtype in layout.KIND and (out.stride(-1) == 1 or out.shape[-1] == 1)
+
+
+def _run(
+    store: LayerStore, plan: BlockPlan, where: layout.BlockAt, is_full: list[bool], *, has_block: bool
+) -> None:
+    at = layout.geometry_of(store)
+    planes, rings = layout.planes_at(store), layout.rings_at(store)
+    scratch = layout.scratch_of(at, max(where.tokens, 1))
+    fields = (plan.slots, plan.base, plan.folded, plan.committed, plan.lengths, is_full)
+    counts = np.array(fields, np.int64)
+    shares = _shares(plan.rows * store.spec.layer.state_elements * store.high.element_size())
+    base = _workspace.address(shares * scratch.size)
+    if shares == 1:
+        run_serial(at, planes, rings, where, scratch, base, counts, int(has_block))
+    else:
+        run_parallel(at, planes, rings, where, scratch, base, counts, int(has_block), shares)
+
+
+def _shares(nbytes: int) -> int:
+    return 1 if nbytes < PARALLEL_BYTES else int(numba.get_num_threads())
+
+
+def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: Tensor) -> None:
+    """Run the standard step; mutates ``state`` at the plan's slots and ``out``.
+
+    Args:
+        state: ``[S, HV, V, K]`` fp32 or bf16 (rounded after every token, outputs before that).
+        plan: Rows; ``slots`` and ``lengths`` are read.
+        block: Inputs, a chain.
+        write: Additive or delta.
+        out: ``[B, T, HV, V]``; pad rows and tokens past a row's length get 0.
+    """
+    target = out if _is_writable(out) else torch.empty(out.shape, dtype=torch.float32)
+    where, alive = layout.block_at(block, target)
+    at = layout.standard_at(state, block, write)
+    counts = np.array((plan.slots, plan.lengths), np.int64)
+    shares = _shares(plan.rows * state[0].numel() * state.element_size())
+    base = _workspace.address(shares * at.size)
+    if shares == 1:
+        standard_serial(at, where, base, counts)
+    else:
+        standard_parallel(at, where, base, counts, shares)
+    if target is not out:
+        out.copy_(target)
+    del alive

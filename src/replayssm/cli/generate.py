@@ -1,0 +1,102 @@
+"""``replayssm generate``: prompt in, text out, on either path."""
+
+from __future__ import annotations
+
+import sys
+import time
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replayssm.cli.output import (
+    JSON_OPTION,
+    MODEL_HELP,
+    print_json,
+    quiet_transformers,
+    use_threads,
+)
+from replayssm.errors import ContractError
+from replayssm.types import Format, ReadDepth
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from replayssm.evaluate.subject import Subject
+
+
+class Path(StrEnum):
+    """Which path carries the state."""
+
+    STANDARD = "standard"
+    REPLAY = "replay"
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from stdin.")],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)] = "gdn-tiny",
+    path: Annotated[Path, typer.Option(help="How the state is carried.")] = Path.REPLAY,
+    state: Annotated[
+        Format | None,
+        typer.Option(help="State format.", show_default="s32 for replay, f32 for standard"),
+    ] = None,
+    read: Annotated[ReadDepth, typer.Option(help="Planes that a step reads.")] = ReadDepth.FULL,
+    window: Annotated[int, typer.Option(min=1, help="Tokens between two folds.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads.", show_default="all cores")
+    ] = None,
+    as_json: Annotated[bool, JSON_OPTION] = False,
+) -> None:
+    """Generate text from a prompt, with the state on the standard or the replay path."""
+    use_threads(threads)
+    quiet_transformers()
+    import torch
+
+    from replayssm.evaluate.subject import load
+    from replayssm.integrations.transformers import enable
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    subject = load(model)
+    tokens = subject.encode(text.encode())
+    if not tokens:
+        raise ContractError("PROMPT", "at least one token", "none")
+    ids = torch.tensor([tokens], device=subject.model.device)
+    torch.manual_seed(seed)
+    start = time.perf_counter()
+    with enable(subject.model, path=path.value, state=state, read=read, window=window) as handle:
+        new = _continue(subject, ids, max_new_tokens, temperature)
+        used = {
+            "path": handle.path,
+            "state": handle.state.value,
+            "read": handle.read.value,
+            "window": window,
+            "impl": handle.impl.value,
+        }
+    took = time.perf_counter() - start
+    written = subject.decode(new)
+    if as_json:
+        print_json(
+            {
+                "model": subject.name,
+                "prompt": text,
+                "text": written,
+                "new_tokens": len(new),
+                "seconds": round(took, 3),
+                **used,
+            }
+        )
+        return
+    sys.stdout.write(text + written + "\n")
+
+
+def _continue(subject: Subject, ids: Tensor, max_new_tokens: int, temperature: float) -> list[int]:
+    sampling: dict[str, object] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    model: Any = subject.model
+    out = model.generate(ids, max_new_tokens=max_new_tokens, **sampling)
+    new: list[int] = out[0, ids.shape[1] :].tolist()
+    return new

@@ -1,0 +1,116 @@
+"""Progress of an evaluation: one bar on a terminal, plain lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from replayssm.evaluate.run import SECTIONS
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+LINE_EVERY_S = 10.0
+
+
+class Bar:
+    """One rich bar over all sections, weighted by the time they usually take."""
+
+    def __init__(self) -> None:
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=32),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]{task.fields[what]}"),
+            console=Console(file=sys.stderr),
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=1.0, what="")
+        self._done = self._weight = self._step = 0.0
+
+    def __enter__(self) -> Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.stop()
+
+    def start(self, section: str, steps: int) -> None:
+        """A section begins."""
+        self._weight = SECTIONS[section]
+        self._step = self._weight / max(1, steps)
+        self._bar.update(self._task, description=section, completed=self._done, what="")
+
+    def tick(self, what: str) -> None:
+        """One step is done."""
+        self._bar.update(self._task, advance=self._step, what=what)
+
+    def finish(self, section: str, seconds: float) -> None:
+        """The section is done."""
+        self._done += self._weight
+        self._bar.update(self._task, completed=self._done)
+        self._bar.console.print(f"{section}: {seconds:.0f} s", style="dim", highlight=False)
+
+
+class Lines:
+    """A line per section, and one every ten seconds in between."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+        self._section = ""
+        self._steps = self._ticks = 0
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+    def start(self, section: str, steps: int) -> None:
+        """A section begins."""
+        self._section, self._steps, self._ticks = section, steps, 0
+        self._say(f"{section} ...")
+
+    def tick(self, what: str) -> None:
+        """One step is done."""
+        self._ticks += 1
+        if time.monotonic() - self._last >= LINE_EVERY_S:
+            self._say(f"{self._section}: {self._ticks} of {self._steps} ({what})")
+
+    def finish(self, section: str, seconds: float) -> None:
+        """The section is done."""
+        self._say(f"{section}: done in {seconds:.0f} s")
+
+    def _say(self, line: str) -> None:
+        self._last = time.monotonic()
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+class Nothing(Lines):
+    """No progress at all."""
+
+    def _say(self, line: str) -> None:
+        pass
+
+
+def choose(quiet: bool) -> Bar | Lines:
+    """Return the progress that suits the terminal."""
+    if quiet:
+        return Nothing()
+    return Bar() if sys.stderr.isatty() else Lines()

@@ -1,0 +1,97 @@
+"""Put results into the templates."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
+
+from replayssm.evaluate.report import plots, tables, words
+from replayssm.evaluate.result import dump
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from replayssm.evaluate.result import Result
+
+FIGURES = {
+    "agreement": plots.agreement,
+    "bottleneck": plots.bottleneck,
+    "speed_by_batch": plots.speed_by_batch,
+    "speed_by_window": plots.speed_by_window,
+    "divergence": plots.divergence,
+    "recall": plots.recall,
+}
+TABLES = {
+    "summary": tables.summary,
+    "routes": tables.routes,
+    "settings": tables.settings,
+    "checks": tables.checks,
+    "layers": tables.layers,
+    "agreements": tables.agreements,
+    "profiles": tables.profiles,
+    "whole_model": tables.whole_model,
+    "timings": tables.timings,
+    "equal_memory": tables.equal_memory,
+    "break_even": tables.break_even,
+    "buckets": tables.buckets,
+    "recalls": tables.recalls,
+    "margins": tables.margins,
+    "manifest": tables.manifest,
+}
+
+
+def render(result: Result) -> str:
+    """Return the report as one HTML document that needs no network."""
+    # script content is plain text: a closing tag inside the data must not end it
+    data = dump(result).replace("</", "<\\/")
+    return _template("template.html.j2").render(
+        result=result,
+        judgement=result.judgement,
+        plan=result.plan,
+        machine=result.manifest.machine,
+        figures={name: Markup(draw(result)) for name, draw in FIGURES.items()},
+        tables={name: make(result) for name, make in TABLES.items()},
+        data=Markup(data),
+        style=Markup(_read("style.css")),
+        words=words,
+    )
+
+
+def render_overview(results: Sequence[Result]) -> str:
+    """Return a page over several models that links to a report in each model's own folder."""
+    return _template("overview.html.j2").render(
+        results=results, summary=tables.summary, style=Markup(_read("style.css"))
+    )
+
+
+def write(result: Result, folder: Path) -> Path:
+    """Write ``report.html`` into a folder and return its path."""
+    return _write(render(result), folder)
+
+
+def write_overview(results: Sequence[Result], folder: Path) -> Path:
+    """Write the overview as ``report.html`` into the folder that holds the models' folders."""
+    return _write(render_overview(results), folder)
+
+
+def _write(html: str, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "report.html"
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def _template(name: str) -> Template:
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(tone=tables.tone, duration=words.duration)
+    return environment.from_string(_read(name))
+
+
+def _read(name: str) -> str:
+    return (files("replayssm.evaluate.report") / name).read_text(encoding="utf-8")

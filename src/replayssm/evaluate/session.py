@@ -1,0 +1,87 @@
+"""A session: one batch of sequences decoded by a model under one arm, teacher forced."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from replayssm.models.registry import find_mixers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+    from replayssm.evaluate.arms import Arm
+
+
+@contextmanager
+def enabled(
+    model: PreTrainedModel, arm: Arm | None, *, window: int, max_block: int = 1
+) -> Iterator[Any]:
+    """Enable an arm on a model for the duration; None leaves the model as transformers has it."""
+    if arm is None:
+        yield None
+        return
+    from replayssm.integrations.transformers import enable
+
+    with enable(
+        model,
+        path=arm.path,
+        state=arm.state,
+        read=arm.read,
+        window=window,
+        max_block=max_block,
+        self_test=False,
+    ) as handle:
+        yield handle
+
+
+class Session:
+    """Feeds tokens to a model and keeps its cache.
+
+    Args:
+        model: The model, with an arm enabled or without one.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.position = 0
+        self.cache: Any = None
+        names = inspect.signature(model.forward).parameters
+        # transformers 5.24 renamed the argument; 5.17 to 5.23 know the old one
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._takes_positions = "position_ids" in names
+
+    @torch.inference_mode()
+    def feed(self, ids: Tensor, *, last_only: bool = False) -> Tensor:
+        """Run ``[B, T]`` tokens and return ``[B, T, vocabulary]`` fp32 logits.
+
+        Args:
+            ids: Token ids that follow everything fed before.
+            last_only: Return the logits of the last token only, ``[B, 1, vocabulary]``.
+        """
+        extra: dict[str, Any] = {self._cache_name: self.cache} if self.cache is not None else {}
+        tokens = ids.shape[1]
+        if self._takes_positions:
+            # without explicit positions some models number a continuation from 0
+            at = torch.arange(self.position, self.position + tokens, device=ids.device)
+            extra["position_ids"] = at.expand(ids.shape[0], -1)
+        if last_only:
+            extra["logits_to_keep"] = 1
+        out = self.model(input_ids=ids, use_cache=True, **extra)
+        self.cache = getattr(out, "cache", None) or out.past_key_values
+        self.position += tokens
+        logits: Tensor = out.logits
+        return logits.float()
+
+
+def recurrent_states(session: Session, model: PreTrainedModel) -> list[Tensor]:
+    """Return a copy of every recurrent layer's state, in the model's own layout."""
+    layers = session.cache.layers
+    mixers = find_mixers(model)[0]
+    return [layers[m.layer_idx].recurrent_states[0].float().clone() for m in mixers]

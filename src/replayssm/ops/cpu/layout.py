@@ -1,0 +1,301 @@
+"""Where the tensors of one call are: addresses and strides in bytes, and where scratch is.
+
+Plain integers in named tuples, so that a kernel compiles once for every dtype, stride and format.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from replayssm.ops.cpu.common import (
+    FMT_BF16,
+    FMT_F32,
+    FMT_Q16,
+    FMT_Q24,
+    FMT_S32,
+    IS_BF16,
+    IS_F16,
+    IS_F32,
+)
+from replayssm.ops.cpu.vector import LANES
+from replayssm.types import Decay, Format, Write
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from replayssm.storage import LayerStore
+    from replayssm.types import Block
+
+KIND = {torch.float32: IS_F32, torch.bfloat16: IS_BF16, torch.float16: IS_F16}
+CODE = {
+    Format.F32: FMT_F32,
+    Format.S32: FMT_S32,
+    Format.Q24: FMT_Q24,
+    Format.Q16: FMT_Q16,
+    Format.BF16: FMT_BF16,
+}
+# value heads of one key head that share a work item: their keys are gathered once
+HEADS_PER_ITEM = 8
+
+
+class Geometry(NamedTuple):
+    """Shape and kind of a layer; ``padded`` sizes are rounded up to whole lanes."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    padded_key: int
+    padded_value: int
+    is_delta: int
+    per_channel: int
+    format: int
+    window: int
+    keep: int
+    ring_len: int
+
+
+class PlanesAt(NamedTuple):
+    """Planes and scales; strides over slots, heads and rows (columns: slots, generations, heads)."""
+
+    high: int
+    high_slot: int
+    high_head: int
+    high_row: int
+    low: int
+    low_slot: int
+    low_head: int
+    low_row: int
+    scale: int
+    scale_slot: int
+    scale_head: int
+    columns: int
+    columns_slot: int
+    columns_generation: int
+    columns_head: int
+
+
+class RingsAt(NamedTuple):
+    """Rings; strides over slots, heads and entries. ``kind`` is the element type of k and v."""
+
+    k: int
+    k_slot: int
+    k_head: int
+    k_entry: int
+    v: int
+    v_slot: int
+    v_head: int
+    v_entry: int
+    g: int
+    g_slot: int
+    g_head: int
+    g_entry: int
+    w: int
+    w_slot: int
+    w_head: int
+    w_entry: int
+    kind: int
+
+
+class BlockAt(NamedTuple):
+    """Inputs and outputs of a block; strides over rows, tokens and heads, and element types."""
+
+    q: int
+    q_row: int
+    q_token: int
+    q_head: int
+    q_kind: int
+    k: int
+    k_row: int
+    k_token: int
+    k_head: int
+    k_kind: int
+    v: int
+    v_row: int
+    v_token: int
+    v_head: int
+    v_kind: int
+    g: int
+    g_row: int
+    g_token: int
+    g_head: int
+    g_kind: int
+    w: int
+    w_row: int
+    w_token: int
+    w_head: int
+    w_kind: int
+    out: int
+    out_row: int
+    out_token: int
+    out_head: int
+    out_kind: int
+    tokens: int
+
+
+class Scratch(NamedTuple):
+    """Byte offsets of one thread's scratch: fp32, rows padded to whole lanes.
+
+    N entries are at most the ring's length, W a window, T tokens of a block.
+    """
+
+    keys: int  # [N, K] keys of the entries, oldest first
+    decay: int  # [N] or [N, K] exp(g)
+    strength: int  # [N] w
+    queries: int  # [T, K]
+    x: int  # [T, K] pulled-back queries
+    matches: int  # [T, N] k_j . q_t
+    c: int  # [T, N] coefficient of every entry
+    y: int  # [T, V] the entries' part of the output
+    sums: int  # [T, V] the checkpoint's part of the output
+    before: int  # [W, K] k_s decayed by the entries up to s; one decay a head: [W] that decay
+    after: int  # [W, K] k_s decayed by the entries behind s; one decay a head: [W] that decay
+    lower: int  # [W, W] row t: what every entry s > t sees of entry t
+    values: int  # [W, 16] written values of 16 rows
+    block: int  # [16, K] 16 decoded rows
+    total: int  # [K] decay of the whole window
+    column: int  # [K] column scales that are read
+    fresh: int  # [K] column scales that are written
+    inverse: int  # [K] their reciprocals
+    amax: int  # [K] column amax being collected
+    size: int  # bytes in all
+
+
+class StandardAt(NamedTuple):
+    """State and scratch of a standard step; strides in bytes, then byte offsets of scratch."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    padded_key: int
+    padded_value: int
+    is_delta: int
+    per_channel: int
+    state: int
+    state_slot: int
+    state_head: int
+    state_row: int
+    kind: int
+    key: int  # [T, K] k
+    query: int  # [T, K] D q
+    seen: int  # [T, K] D k
+    decay: int  # [T, K] D
+    value: int  # [T, V] v
+    strength: int  # [T, 2] w and k . q
+    y: int  # [T, V] outputs
+    sums: int  # [8] row sums
+    size: int  # bytes in all
+
+
+def padded(n: int) -> int:
+    """Round up to whole lanes."""
+    return -(-n // LANES) * LANES
+
+
+def geometry_of(store: LayerStore) -> Geometry:
+    """Return the geometry of a layer's store."""
+    layer, ring = store.spec.layer, store.spec.ring
+    return Geometry(
+        layer.key_heads,
+        layer.value_heads,
+        layer.key_dim,
+        layer.value_dim,
+        padded(layer.key_dim),
+        padded(layer.value_dim),
+        int(layer.write is Write.DELTA),
+        int(layer.decay is Decay.CHANNEL),
+        CODE[store.spec.format],
+        ring.window,
+        ring.keep,
+        ring.ring_len,
+    )
+
+
+def _at(x: Tensor | None, dims: int) -> tuple[int, ...]:
+    if x is None:
+        return (0,) * (dims + 1)
+    size = x.element_size()
+    return (x.data_ptr(), *(s * size for s in x.stride()[:dims]))
+
+
+def planes_at(store: LayerStore) -> PlanesAt:
+    """Locate a store's planes and scales."""
+    return PlanesAt(
+        *_at(store.high, 3), *_at(store.low, 3), *_at(store.row_scale, 2), *_at(store.columns, 3)
+    )
+
+
+def rings_at(store: LayerStore) -> RingsAt:
+    """Locate a store's rings."""
+    fields = (store.k, store.v, store.g, store.w)
+    return RingsAt(*(n for x in fields for n in _at(x, 3)), KIND[store.spec.ring_dtype])
+
+
+def readable(x: Tensor, dims: int) -> Tensor:
+    """Return x itself, or a copy where a kernel could not read it: fp64, or a strided last dim."""
+    if x.dtype not in KIND:
+        x = x.float()
+    return x.contiguous() if x.ndim > dims and x.stride(-1) != 1 else x
+
+
+def block_at(block: Block, out: Tensor) -> tuple[BlockAt, list[Tensor]]:
+    """Locate a block and its output; the list keeps converted inputs alive during the call."""
+    fields = [readable(x, 3) for x in (block.q, block.k, block.v, block.g, block.w)]
+    numbers = [n for x in (*fields, out) for n in (*_at(x, 3), KIND[x.dtype])]
+    return BlockAt(*numbers, block.tokens), fields
+
+
+def scratch_of(at: Geometry, tokens: int) -> Scratch:
+    """Lay out one thread's scratch."""
+    entries, window, key = at.ring_len, at.window, at.padded_key
+    row, value = padded(entries), at.padded_value
+    channel = key if at.per_channel else 0
+    floats = (
+        entries * key,
+        entries * key if at.per_channel else row,
+        row,
+        tokens * key,
+        tokens * key,
+        tokens * row,
+        tokens * row,
+        tokens * value,
+        tokens * value,
+        window * channel if channel else padded(window),
+        window * channel if channel else padded(window),
+        window * padded(window),
+        window * LANES,
+        LANES * key,
+        *[key] * 5,
+    )
+    return Scratch(*_offsets(floats))
+
+
+def standard_at(state: Tensor, block: Block, write: Write) -> StandardAt:
+    """Locate a standard state and lay out one thread's scratch."""
+    _, value_heads, value_dim, key_dim = state.shape
+    tokens, key, value = block.tokens, padded(key_dim), padded(value_dim)
+    sizes = (*[tokens * key] * 4, tokens * value, 2 * tokens, tokens * value, 8)
+    return StandardAt(
+        block.q.shape[2],
+        value_heads,
+        key_dim,
+        value_dim,
+        key,
+        value,
+        int(write is Write.DELTA),
+        int(block.g.ndim == 4),
+        *_at(state, 3),
+        KIND[state.dtype],
+        *_offsets(sizes),
+    )
+
+
+def _offsets(floats: tuple[int, ...]) -> list[int]:
+    # byte offsets of consecutive fp32 arrays that start on whole lanes, then the end of the last
+    offsets = [0]
+    for n in floats:
+        offsets.append(offsets[-1] + 4 * padded(n))
+    return offsets

@@ -1,0 +1,303 @@
+"""Sixteen fp32 lanes as a compiled value, so that the order of every sum is written down.
+
+An auto-vectorised reduction may be summed in another order in another kernel, on another machine or
+for another batch. Here each kernel says its order: one accumulator per (value row, query), key chunks
+of 16 in ascending order, then the tree of :func:`total`. That is what makes outputs independent of T
+and of the batch, and equal for formats that decode to equal numbers. LLVM splits the lanes where
+registers are narrower; the results are the same.
+
+Addresses are plain int64, so any stride is served by one compiled specialisation.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numba
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic, models, register_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LANES = 16
+F32 = ir.VectorType(ir.FloatType(), LANES)
+I32 = ir.VectorType(ir.IntType(32), LANES)
+MASK = ir.VectorType(ir.IntType(1), LANES)
+ABS_MASK = 0x7FFFFFFF
+
+# never called from Python, so no wrappers: those took a third of the compile time
+INNER: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+class Vec:
+    """Static stand-in for sixteen fp32 lanes; exists in compiled code only."""
+
+
+class VecType(types.Type):  # type: ignore[misc]
+    """Numba type of :class:`Vec`."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Vec16")
+
+
+vec = VecType()
+
+
+@register_model(VecType)  # type: ignore[untyped-decorator]
+class _VecModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, frontend: Any) -> None:  # noqa: ANN401
+        super().__init__(manager, frontend, F32)
+
+
+def device(function: F) -> F:
+    """Compile a function that runs inside other kernels; IEEE arithmetic, no reassociation."""
+    return cast("F", numba.njit(**INNER)(function))
+
+
+def inlined(function: F) -> F:
+    """Compile a small function into its callers: a call would spill every lane to memory."""
+    return cast("F", numba.njit(forceinline=True, **INNER)(function))
+
+
+def define(result: types.Type, params: Sequence[types.Type], emit: Callable[..., Any]) -> Any:  # noqa: ANN401
+    """Make a compiled function of ``params`` from ``emit(builder, *values)``."""
+
+    def made(*_: object) -> tuple[object, Callable[..., Any]]:
+        def generate(context: Any, builder: Any, _sig: object, values: Sequence[Any]) -> Any:  # noqa: ANN401
+            value = emit(builder, *values)
+            return context.get_dummy_value() if value is None else value
+
+        return result(*params), generate
+
+    # numba binds arguments by name, so the number of parameters has to be spelled out
+    by_count = (
+        lambda c: made(c),
+        lambda c, a: made(c, a),
+        lambda c, a, b: made(c, a, b),
+        lambda c, a, b, d: made(c, a, b, d),
+        lambda c, a, b, d, e: made(c, a, b, d, e),
+        lambda c, a, b, d, e, f: made(c, a, b, d, e, f),
+        lambda c, a, b, d, e, f, g: made(c, a, b, d, e, f, g),
+        lambda c, a, b, d, e, f, g, h: made(c, a, b, d, e, f, g, h),
+        lambda c, a, b, d, e, f, g, h, i: made(c, a, b, d, e, f, g, h, i),
+        lambda c, a, b, d, e, f, g, h, i, j: made(c, a, b, d, e, f, g, h, i, j),
+    )
+    return intrinsic(by_count[len(params)])
+
+
+def constant(kind: ir.VectorType, value: float) -> ir.Constant:
+    """Return a constant with every lane equal."""
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def call(builder: Any, name: str, result: Any, *values: Any) -> Any:  # noqa: ANN401
+    """Call an LLVM intrinsic by its full name."""
+    kind = ir.FunctionType(result, [v.type for v in values])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
+def splat_value(builder: Any, value: Any, kind: ir.VectorType) -> Any:  # noqa: ANN401
+    """Copy a scalar to every lane."""
+    one = builder.insert_element(
+        ir.Constant(kind, ir.Undefined), value, ir.Constant(ir.IntType(32), 0)
+    )
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), kind.count), [0] * kind.count)
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
+
+
+def lane_mask(builder: Any, count: Any) -> Any:  # noqa: ANN401
+    """Return the mask of lanes below ``count``."""
+    lanes = ir.Constant(I32, list(range(LANES)))
+    limit = splat_value(builder, builder.trunc(count, ir.IntType(32)), I32)
+    return builder.icmp_signed("<", lanes, limit)
+
+
+def read_lanes(builder: Any, address: Any, kind: ir.VectorType, count: Any = None) -> Any:  # noqa: ANN401
+    """Load lanes; with ``count``, memory behind the first ``count`` is not touched and reads as 0."""
+    pointer = builder.inttoptr(address, ir.PointerType(kind))
+    if count is None:
+        return builder.load(pointer, align=1)
+    bits = kind.element.width if isinstance(kind.element, ir.IntType) else 32
+    name = f"llvm.masked.load.v16{'f32' if kind == F32 else f'i{bits}'}.p0"
+    one = ir.Constant(ir.IntType(32), 1)
+    return call(
+        builder, name, kind, pointer, one, lane_mask(builder, count), ir.Constant(kind, None)
+    )
+
+
+def write_lanes(builder: Any, address: Any, value: Any, count: Any = None) -> None:  # noqa: ANN401
+    """Store lanes; with ``count``, only the first ``count``."""
+    kind = value.type
+    pointer = builder.inttoptr(address, ir.PointerType(kind))
+    if count is None:
+        builder.store(value, pointer, align=1)
+        return
+    bits = kind.element.width if isinstance(kind.element, ir.IntType) else 32
+    name = f"llvm.masked.store.v16{'f32' if kind == F32 else f'i{bits}'}.p0"
+    one = ir.Constant(ir.IntType(32), 1)
+    call(builder, name, ir.VoidType(), value, pointer, one, lane_mask(builder, count))
+
+
+def _pick(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:  # noqa: ANN401
+    index = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+    return builder.shuffle_vector(a, b, index)
+
+
+def _halve(builder: Any, a: Any, b: Any, group: int) -> Any:  # noqa: ANN401
+    # lanes of a and b come in groups; add each group's upper half to its lower half
+    low = [s + i for s in range(0, 2 * LANES, group) for i in range(group // 2)]
+    high = [i + group // 2 for i in low]
+    return builder.fadd(_pick(builder, a, b, low), _pick(builder, a, b, high))
+
+
+def _total(builder: Any, a: Any) -> Any:  # noqa: ANN401
+    for half in (8, 4, 2, 1):
+        none = ir.Constant(a.type, ir.Undefined)
+        low = _pick(builder, a, none, range(half))
+        a = builder.fadd(low, _pick(builder, a, none, range(half, 2 * half)))
+    return builder.extract_element(a, ir.Constant(ir.IntType(32), 0))
+
+
+def _totals(builder: Any, address: Any, *rows: Any) -> None:  # noqa: ANN401
+    # the tree of _total, on all rows at once: level by level, two vectors become one
+    level, group = list(rows), LANES
+    while len(level) > 1:
+        level = [_halve(builder, a, b, group) for a, b in zip(level[::2], level[1::2], strict=True)]
+        group //= 2
+    (a,) = level
+    while group > 1:
+        none = ir.Constant(a.type, ir.Undefined)
+        low = [s + i for s in range(0, a.type.count, group) for i in range(group // 2)]
+        high = [i + group // 2 for i in low]
+        a = builder.fadd(_pick(builder, a, none, low), _pick(builder, a, none, high))
+        group //= 2
+    write_lanes(builder, address, a)
+
+
+def _largest_bits(builder: Any, a: Any) -> Any:  # noqa: ANN401
+    return call(builder, "llvm.vector.reduce.umax.v16i32", ir.IntType(32), builder.bitcast(a, I32))
+
+
+def _abs(builder: Any, a: Any) -> Any:  # noqa: ANN401
+    bits = builder.and_(builder.bitcast(a, I32), constant(I32, ABS_MASK))
+    return builder.bitcast(bits, F32)
+
+
+def _max_bits(builder: Any, a: Any, b: Any) -> Any:  # noqa: ANN401
+    x, y = builder.bitcast(a, I32), builder.bitcast(b, I32)
+    return builder.bitcast(builder.select(builder.icmp_unsigned(">", x, y), x, y), F32)
+
+
+def _finite_or_zero(builder: Any, a: Any) -> Any:  # noqa: ANN401
+    bits = builder.and_(builder.bitcast(a, I32), constant(I32, ABS_MASK))
+    is_finite = builder.icmp_unsigned("<", bits, constant(I32, 0x7F800000))
+    return builder.select(is_finite, a, constant(F32, 0.0))
+
+
+def _exp(builder: Any, x: Any) -> Any:  # noqa: ANN401
+    # exp(x) = 2^n exp(r), |r| <= ln(2)/2; polynomial of the Cephes library, about 1 ulp
+    def muladd(a: Any, b: Any, c: Any) -> Any:  # noqa: ANN401
+        return call(builder, "llvm.fma.v16f32", F32, a, b, c)
+
+    def power_of_two(n: Any) -> Any:  # noqa: ANN401
+        return builder.bitcast(
+            builder.shl(builder.add(n, constant(I32, 127)), constant(I32, 23)), F32
+        )
+
+    low, high = constant(F32, -104.0), constant(F32, 89.0)
+    inside = builder.select(builder.fcmp_ordered(">", x, low), x, low)
+    inside = builder.select(builder.fcmp_ordered("<", inside, high), inside, high)
+    n = call(
+        builder, "llvm.rint.v16f32", F32, builder.fmul(inside, constant(F32, 1.44269502162933349609375))
+    )
+    r = muladd(n, constant(F32, -0.693359375), inside)
+    r = muladd(n, constant(F32, 2.1219444170128554e-4), r)
+    p = constant(F32, 1.98756912141107022762298583984375e-4)
+    for c in (1.3981999e-3, 8.333452e-3, 4.1665796e-2, 1.6666666e-1, 0.5):
+        p = muladd(p, r, constant(F32, ir_float(c)))
+    p = builder.fadd(muladd(p, builder.fmul(r, r), r), constant(F32, 1.0))
+    whole = builder.fptosi(n, I32)
+    half = builder.ashr(whole, constant(I32, 1))
+    p = builder.fmul(builder.fmul(p, power_of_two(half)), power_of_two(builder.sub(whole, half)))
+    return builder.select(builder.fcmp_unordered("uno", x, x), x, p)
+
+
+def _at_most(builder: Any, a: Any, limit: Any) -> Any:  # noqa: ANN401
+    top = splat_value(builder, limit, F32)
+    return builder.select(builder.fcmp_ordered(">", a, top), top, a)
+
+
+def _at_least(builder: Any, a: Any, limit: Any) -> Any:  # noqa: ANN401
+    bottom = splat_value(builder, limit, F32)
+    return builder.select(builder.fcmp_ordered("<", a, bottom), bottom, a)
+
+
+def _positive_or(builder: Any, a: Any, other: Any) -> Any:  # noqa: ANN401
+    is_positive = builder.fcmp_ordered(">", a, constant(F32, 0.0))
+    return builder.select(is_positive, a, splat_value(builder, other, F32))
+
+
+def _prefetch(builder: Any, address: Any) -> None:  # noqa: ANN401
+    pointer = builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
+    word = ir.IntType(32)
+    hints = [ir.Constant(word, n) for n in (0, 3, 1)]
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
+
+
+def ir_float(value: float) -> float:
+    """Round to fp32, the only literals LLVM accepts for a float constant."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+i64, f32, none = types.int64, types.float32, types.void
+
+zero: Callable[[], Vec] = define(vec, (), lambda b: constant(F32, 0.0))
+splat: Callable[[float], Vec] = define(vec, (f32,), lambda b, x: splat_value(b, x, F32))
+fma: Callable[[Vec, Vec, Vec], Vec] = define(
+    vec, (vec, vec, vec), lambda b, x, y, z: call(b, "llvm.fma.v16f32", F32, x, y, z)
+)
+mul: Callable[[Vec, Vec], Vec] = define(vec, (vec, vec), lambda b, x, y: b.fmul(x, y))
+add: Callable[[Vec, Vec], Vec] = define(vec, (vec, vec), lambda b, x, y: b.fadd(x, y))
+sub: Callable[[Vec, Vec], Vec] = define(vec, (vec, vec), lambda b, x, y: b.fsub(x, y))
+div: Callable[[Vec, Vec], Vec] = define(vec, (vec, vec), lambda b, x, y: b.fdiv(x, y))
+exp: Callable[[Vec], Vec] = define(vec, (vec,), _exp)
+absolute: Callable[[Vec], Vec] = define(vec, (vec,), _abs)
+# of magnitudes; NaN counts as larger than infinity, so it is never lost
+largest: Callable[[Vec, Vec], Vec] = define(vec, (vec, vec), _max_bits)
+finite_or_zero: Callable[[Vec], Vec] = define(vec, (vec,), _finite_or_zero)
+at_most: Callable[[Vec, float], Vec] = define(vec, (vec, f32), _at_most)
+at_least: Callable[[Vec, float], Vec] = define(vec, (vec, f32), _at_least)
+positive_or: Callable[[Vec, float], Vec] = define(vec, (vec, f32), _positive_or)
+largest_bits: Callable[[Vec], int] = define(types.uint32, (vec,), _largest_bits)
+total: Callable[[Vec], float] = define(f32, (vec,), _total)
+# store the totals of 4, 8 or 16 vectors as that many consecutive floats
+totals4: Callable[..., None] = define(none, (i64, *[vec] * 4), _totals)
+totals8: Callable[..., None] = define(none, (i64, *[vec] * 8), _totals)
+load: Callable[[int], Vec] = define(vec, (i64,), lambda b, p: read_lanes(b, p, F32))
+load_some: Callable[[int, int], Vec] = define(
+    vec, (i64, i64), lambda b, p, n: read_lanes(b, p, F32, n)
+)
+store: Callable[[int, Vec], None] = define(none, (i64, vec), write_lanes)
+store_some: Callable[[int, Vec, int], None] = define(
+    none, (i64, vec, i64), lambda b, p, x, n: write_lanes(b, p, x, n)
+)
+get: Callable[[int], float] = define(
+    f32, (i64,), lambda b, p: b.load(b.inttoptr(p, ir.PointerType(ir.FloatType())), align=1)
+)
+put: Callable[[int, float], None] = define(
+    none, (i64, f32), lambda b, p, x: (b.store(x, b.inttoptr(p, ir.PointerType(ir.FloatType())), align=1), None)[1]
+)
+prefetch: Callable[[int], None] = define(none, (i64,), _prefetch)
+bits_to_float: Callable[[int], float] = define(
+    f32, (types.uint32,), lambda b, x: b.bitcast(x, ir.FloatType())
+)
