@@ -1,6 +1,9 @@
 """CPU kernels: one decode step of one layer, standard against replay, states beyond the cache.
 
-    NUMBA_NUM_THREADS=2 python benchmarks/cpu_kernels.py --json benchmarks/results/cpu-kernels.json
+    THP_MEM_ALLOC_ENABLE=1 python benchmarks/cpu_kernels.py --json cpu-kernels.json
+
+The variable makes torch ask for huge pages, for every variant alike: with small ones a plain
+rewrite of 268 MB already loses a third of its bandwidth to page walks on some machines.
 
 Every row stands at another position of its fold cycle (row i at i modulo the window), so each step
 folds the same share of the rows and a step costs what the average step of a whole cycle costs. The
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import statistics
@@ -126,7 +130,9 @@ def inputs(layer: LayerSpec, rows: int, seed: int, dtype: torch.dtype = torch.fl
     unit = torch.nn.functional.normalize
     gates = -torch.rand(rows, 1, *layer.gate_shape(), generator=random) * 0.2
     strength = torch.rand(rows, 1, hv, generator=random)
-    block = Block(unit(normal(h, k), dim=-1), unit(normal(h, k), dim=-1), normal(hv, v), gates, strength)
+    block = Block(
+        unit(normal(h, k), dim=-1), unit(normal(h, k), dim=-1), normal(hv, v), gates, strength
+    )
     return block.to(dtype)
 
 
@@ -185,7 +191,14 @@ class Standard:
         self.count += 1
 
 
-def replay(layer: LayerSpec, variant: tuple[Format, ReadDepth], window: int, rows: int, blocks: list[Block], ring: torch.dtype) -> Replay:
+def replay(
+    layer: LayerSpec,
+    variant: tuple[Format, ReadDepth],
+    window: int,
+    rows: int,
+    blocks: list[Block],
+    ring: torch.dtype,
+) -> Replay:
     """Return a store filled with a small random state."""
     spec = StorageSpec(layer, variant[0], RingSpec(window), ring)
     store = allocate(spec, rows, torch.device("cpu"))
@@ -212,7 +225,11 @@ def check(layer: LayerSpec, window: int, ring: torch.dtype) -> float:
             oracle = Replay(LayerStore(ours.store.spec, **copies), variant[1], 2, blocks)
             for name, x in ours.store.present().items():
                 copies[name].copy_(x)
-            oracle.committed, oracle.folded, oracle.count = ours.committed, ours.committed, ours.count
+            oracle.committed, oracle.folded, oracle.count = (
+                ours.committed,
+                ours.committed,
+                ours.count,
+            )
             oracle.base = ours.base
             oracle.out = oracle.out.double()
             oracle.step(reference.step_, compute=torch.float64)
@@ -224,7 +241,9 @@ def check(layer: LayerSpec, window: int, ring: torch.dtype) -> float:
     return worst
 
 
-def model_bytes(layer: LayerSpec, variant: tuple[Format, ReadDepth] | None, window: int, ring: torch.dtype) -> float:
+def model_bytes(
+    layer: LayerSpec, variant: tuple[Format, ReadDepth] | None, window: int, ring: torch.dtype
+) -> float:
     """Return bytes a row moves in an average step: planes, folds and rings."""
     if variant is None:
         return 8.0 * layer.state_elements
@@ -237,7 +256,9 @@ def model_bytes(layer: LayerSpec, variant: tuple[Format, ReadDepth] | None, wind
     return planes + entry * ((window + 1) / 2 + 1)
 
 
-def measure(name: str, window: int, ring: torch.dtype, samples: int, rows: int | None, extra: bool) -> list[dict[str, Any]]:
+def measure(
+    name: str, window: int, ring: torch.dtype, samples: int, rows: int | None, extra: bool
+) -> list[dict[str, Any]]:
     """Measure all variants of one layer and window in turns; return a record for each."""
     layer, full_rows = LAYERS[name]
     rows = rows or full_rows
@@ -260,11 +281,18 @@ def measure(name: str, window: int, ring: torch.dtype, samples: int, rows: int |
     records = []
     for label, (_, variant) in runs.items():
         seconds = taken[label].seconds
-        moved = rows * model_bytes(layer, variant, window, ring) * (0.5 if label == "standard bf16" else 1)
+        moved = (
+            rows
+            * model_bytes(layer, variant, window, ring)
+            * (0.5 if label == "standard bf16" else 1)
+        )
         records.append(
             {
                 "layer": name, "rows": rows, "window": window, "ring": FLOATS[ring],
-                "variant": label, "ms": round(seconds * 1e3, 3), "samples": len(taken[label].every), "clean": len(taken[label].clean),
+                "variant": label,
+                "ms": round(seconds * 1e3, 3),
+                "samples": len(taken[label].every),
+                "clean": len(taken[label].clean),
                 "gb_per_s": round(moved / seconds / 1e9, 1), "mb_moved": round(moved / 1e6, 1),
                 "ratio_to_standard": round(base / seconds, 2), "max_error": error,
             }
@@ -275,54 +303,136 @@ def measure(name: str, window: int, ring: torch.dtype, samples: int, rows: int |
 def show(records: list[dict[str, Any]], limit: float) -> None:
     """Print one table."""
     first = records[0]
-    print(f"\n{first['layer']}, {first['rows']} rows, window {first['window']}, {first['ring']} ring, error {first['max_error']:.1e}")
+    print(
+        f"\n{first['layer']}, {first['rows']} rows, window {first['window']}, "
+        f"{first['ring']} ring, error {first['max_error']:.1e}"
+    )
     for r in records:
         r["share_of_in_place"] = round(r["gb_per_s"] / limit, 2)
         print(
-            f"  {r['variant']:14s} {r['ms']:8.3f} ms  {r['mb_moved']:7.1f} MB  {r['gb_per_s']:6.1f} GB/s"
-            f" ({r['share_of_in_place']:4.0%} of in-place)  x{r['ratio_to_standard']:.2f}  clean {r['clean']}/{r['samples']}",
+            f"  {r['variant']:14s} {r['ms']:8.3f} ms  {r['mb_moved']:7.1f} MB"
+            f"  {r['gb_per_s']:6.1f} GB/s"
+            f" ({r['share_of_in_place']:4.0%} of in-place)  x{r['ratio_to_standard']:.2f}"
+            f"  clean {r['clean']}/{r['samples']}",
             flush=True,
         )
 
 
+def eager_step(layer: LayerSpec, state: torch.Tensor, block: Block) -> Callable[[], None]:
+    """Return one step of the transformers library's own torch code, as a model would call it."""
+    if layer.write is Write.ADDITIVE:
+        from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
+
+        dt = block.w[:, 0, :, None].expand(-1, -1, layer.value_dim)
+        decay = torch.full((layer.value_heads, 1, 1), -0.1)
+        decay = decay.expand(-1, layer.value_dim, layer.key_dim)
+        v, k, q = block.v[:, 0], block.k[:, 0], block.q[:, 0]
+        return lambda: mamba2_selective_state_update(state, v, dt, decay, k, q)
+    from transformers.models.qwen3_next.modeling_qwen3_next import (
+        torch_recurrent_gated_delta_rule,
+    )
+
+    held = state.transpose(2, 3).contiguous()
+
+    def step() -> None:
+        _, new = torch_recurrent_gated_delta_rule(
+            block.q,
+            block.k,
+            block.v,
+            g=block.g,
+            beta=block.w,
+            initial_state=held,
+            output_final_state=True,
+        )
+        held.copy_(new)
+
+    return step
+
+
+def eager(name: str, samples: int, rows: int = 64) -> dict[str, Any]:
+    """Compare with the transformers library's own step at one batch size."""
+    layer, block = LAYERS[name][0], inputs(LAYERS[name][0], rows, 0)
+    shape = (rows, layer.value_heads, layer.value_dim, layer.key_dim)
+    ours = Standard(torch.zeros(shape), layer.write, rows, [block])
+    cut = replay(layer, VARIANTS[0], 16, rows, [block], torch.float32)
+    high = replay(layer, VARIANTS[4], 16, rows, [block], torch.float32)
+    theirs = eager_step(layer, torch.zeros(shape), block)
+    runs = {"eager": theirs, "standard": ours.step, "f32 full": cut.step, "q24 high": high.step}
+    taken = {label: Samples() for label in runs}
+    for turn in range(samples + 2):
+        for label, work in runs.items():
+            (taken[label] if turn > 1 else Samples()).take(work)
+    found = {f"{label} ms": round(t.seconds * 1e3, 3) for label, t in taken.items()}
+    base = taken["eager"].seconds
+    ratios = {f"x {label}": round(base / t.seconds, 1) for label, t in taken.items()}
+    return {"layer": name, "rows": rows, **found, **ratios}
+
+
 def environment() -> dict[str, str]:
     """Return what the numbers depend on."""
-    packages = ("numba", "numpy", "torch")
+    packages = ("numba", "numpy", "torch", "transformers")
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "")
     return {
+        "cpu": model or platform.processor(),
+        "cores": str(os.cpu_count()),
+        "threads": str(numba.get_num_threads()),
+        "huge_pages": os.environ.get("THP_MEM_ALLOC_ENABLE", "0"),
         "python": platform.python_version(),
         **{p: version(p) for p in packages},
-        "threads": str(numba.get_num_threads()),
     }
+
+
+def save(
+    path: Path, machine: dict[str, str], sizes: list[Any], found: dict[str, list[Any]]
+) -> None:
+    """Write results, keeping those of earlier runs that measured something else."""
+    old = json.loads(path.read_text()) if path.exists() else {}
+    content: dict[str, Any] = {"environment": machine, "bandwidth": sizes}
+    for part, keys in (("results", ("layer", "window", "ring")), ("eager", ("layer", "rows"))):
+        new = found.get(part, [])
+        fresh = {tuple(r[k] for k in keys) for r in new}
+        kept = [r for r in old.get(part, []) if tuple(r[k] for k in keys) not in fresh]
+        content[part] = kept + new
+    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main() -> None:
     """Measure and print; optionally write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="results go here, beside those already there")
     parser.add_argument("--quick", action="store_true", help="fewer variants and samples")
     parser.add_argument("--layer", action="append", choices=sorted(LAYERS))
     parser.add_argument("--window", action="append", type=int)
     parser.add_argument("--ring", default="fp32", choices=sorted(FLOATS.values()))
     parser.add_argument("--rows", type=int)
     parser.add_argument("--samples", type=int)
+    parser.add_argument("--eager", action="store_true", help="compare with transformers instead")
     args = parser.parse_args()
     machine = environment()
     print(machine)
-    sizes = [bandwidth(m) for m in ((256,) if args.quick else (64, 256, 512, 1024))]
+    sizes = [bandwidth(m) for m in ((256,) if args.quick else (64, 256, 1024))]
     for size in sizes:
         print(size)
     limit = max(s["in_place"] for s in sizes if s["megabytes"] >= 256)
     ring = next(d for d, name in FLOATS.items() if name == args.ring)
-    records = []
+    found: dict[str, list[Any]] = {"results": [], "eager": []}
     for name in args.layer or LAYERS:
+        samples = args.samples or (24 if args.quick else 40)
+        if args.eager:
+            if LAYERS[name][0].decay is Decay.SCALAR:
+                found["eager"].append(eager(name, args.samples or 10))
+                print(found["eager"][-1])
+            continue
         for window in args.window or ((16,) if args.quick else (8, 16, 32)):
-            samples = args.samples or (24 if args.quick else 64)
-            found = measure(name, window, ring, samples, args.rows, extra=not args.quick)
-            show(found, limit)
-            records += found
+            records = measure(name, window, ring, samples, args.rows, extra=not args.quick)
+            show(records, limit)
+            found["results"] += records
     if args.json:
-        content = {"environment": machine, "bandwidth": sizes, "results": records}
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        save(args.json, machine, sizes, found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Gates of 0 and 1, writes of any size, resets in the ring, outliers: finite, as the oracle says."""
+"""Gates of 0 and 1, any size of write, resets in the ring, outliers: finite, as the oracle says."""
 
 from __future__ import annotations
 
@@ -143,3 +143,25 @@ def test_a_nan_state_is_seen_at_both_depths_and_only_by_its_row(impl, fmt, depth
         assert bool(is_nan[0, 0, 1, 2])
         is_nan[0, 0, 1, 2] = False
         assert not bool(is_nan.any())
+
+
+@pytest.mark.parametrize("write", list(Write))
+def test_column_scales_follow_a_channel_that_has_become_quiet(impl, write):
+    """Scales are renewed from the cycle before: two windows after a reset nothing is left of it."""
+    layer = make_layer(write, Decay.SCALAR, (1, 1), (18, 5))
+    pool = make_pool(impl, layer, Format.Q24, window=4)
+    state = make_state(layer, seed=0)
+    state[..., 0] *= 1e6
+    ref = pool.admit_([state])
+    for t in range(17):
+        block = make_block(layer, 1, 1, seed=t)
+        if t == 0:
+            block.g.fill_(-1000.0)
+        ticket = pool.begin([ref])
+        pool.step_(ticket, 0, block)
+        pool.commit_(ticket, 1)
+    stands = pool.oldest(ref)
+    assert stands == 16
+    columns = pool.stores[0].columns[ref.slot, pool.ring.cycle(0, stands) % 3, 0].float()
+    amax = pool.materialise(ref, stands)[0].abs().amax()
+    assert float(columns.max()) < 10 * float(amax)

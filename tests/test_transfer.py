@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -154,3 +155,14 @@ def test_a_full_pool_refuses_an_import():
     with pytest.raises(CapacityError, match="no free slot: all 2 are taken"):
         pool.import_(image)
     assert pool_digest(pool) == before
+
+
+def test_an_image_survives_a_file():
+    pool, image = image_of()
+    file = io.BytesIO()
+    torch.save(image, file)
+    file.seek(0)
+    ref = pool.import_(torch.load(file, weights_only=False))
+    again = pool.export(ref)
+    for before, after in zip(image.layers, again.layers, strict=True):
+        assert all(torch.equal(before[name], after[name]) for name in before)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from replayssm.integrations.support import support as support
     from replayssm.integrations.transformers import disable as disable
     from replayssm.integrations.transformers import enable as enable
+    from replayssm.memory import plan_memory as plan_memory
+    from replayssm.ring import RingSpec as RingSpec
     from replayssm.state import StatePool as StatePool
     from replayssm.types import Block as Block
     from replayssm.types import Decay as Decay

@@ -15,8 +15,13 @@ class ContractError(ReplayError, ValueError):
 
     def __init__(self, argument: str, expected: str, got: object, action: str = "") -> None:
         self.argument = argument
+        self._given = (argument, expected, str(got), action)
         message = f"{argument}: expected {expected}, got {got}"
         super().__init__(f"{message}; {action}" if action else message)
+
+    def __reduce__(self) -> tuple[type[ContractError], tuple[str, str, str, str]]:
+        # an exception is rebuilt from its arguments when it crosses to another process
+        return type(self), self._given
 
 
 class UnsupportedError(ReplayError, NotImplementedError):

@@ -117,8 +117,10 @@ class LayerStore:
 
 def allocate(spec: StorageSpec, slots: int, device: torch.device) -> LayerStore:
     """Allocate a layer's tensors, zeroed so that no slot ever shows foreign memory."""
-    tensors = {
-        name: torch.zeros(shape, dtype=dtype, device=device)
-        for name, (shape, dtype) in spec.shapes(slots).items()
-    }
+    # a tensor made in inference mode could not be written outside of it
+    with torch.inference_mode(False):
+        tensors = {
+            name: torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in spec.shapes(slots).items()
+        }
     return LayerStore(spec, **tensors)

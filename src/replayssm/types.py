@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Never
 
-import torch
-
 from replayssm.errors import ContractError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 

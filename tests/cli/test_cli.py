@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -135,12 +136,8 @@ def test_evaluate_writes_a_report_and_says_how_it_went(run, model_folder, tmp_pa
 
 
 def tiny_scope() -> plan.Scope:
-    made = object.__new__(plan.FULL_SCOPE.__class__)
-    sizes = {
-        "window": 4, "steps": 6, "prefills": (4,), "decode_batches": (1,), "decode_samples": 3,
-        "batches": (1,), "windows": (4,), "rounds": 3, "working_set": 1, "budget_bytes": 16 << 10,
-        "buckets": (64, 320), "text_rows": 2, "probes": ((320, 1),), "block": 4,
-    }  # fmt: skip
-    for name, value in sizes.items():
-        object.__setattr__(made, name, value)
-    return made
+    return replace(
+        plan.FULL_SCOPE, window=4, steps=6, prefills=(4,), decode_batches=(1,), decode_samples=3,
+        batches=(1,), windows=(4,), rounds=3, working_set=1, budget_bytes=16 << 10,
+        buckets=(64, 320), text_rows=2, probes=((320, 1),), block=4,
+    )  # fmt: skip

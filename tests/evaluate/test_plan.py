@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from replayssm.errors import ContractError
-from replayssm.evaluate.plan import Margins, Plan, read_margins
+from replayssm.evaluate.plan import Margins, Plan, Scope, read_margins
 
 
 def test_digest_depends_on_every_part():
@@ -42,3 +42,8 @@ def test_a_bad_margins_file_is_refused(tmp_path, text):
 def test_a_missing_margins_file_is_refused(tmp_path):
     with pytest.raises(ContractError):
         read_margins(tmp_path / "none.toml")
+
+
+def test_blocks_divide_the_window():
+    with pytest.raises(ContractError, match=r"scope\.block"):
+        Scope(window=16, block=5)

@@ -20,19 +20,23 @@ SPECS = [
 def test_arms_alternate_and_nothing_is_dropped():
     seen: list[str] = []
     arms = {name: (lambda n=name: seen.append(n)) for name in "abc"}
-    found = interleave(arms, rounds=4, warmup=2)
-    assert seen[:6] == list("abcabc")
-    timed = [seen[6 + 3 * r : 9 + 3 * r] for r in range(4)]
+    found = interleave(arms, rounds=4)
+    timed = [seen[3 * r : 3 * r + 3] for r in range(4)]
     assert all(sorted(r) == list("abc") for r in timed)
     assert len({tuple(r) for r in timed}) == 3
     assert all(len(s.seconds) == 4 for s in found.values())
+
+
+def test_a_time_limit_leaves_at_least_three_rounds():
+    found = interleave({"a": lambda: None}, rounds=10, limit_s=0.0)
+    assert len(found["a"].seconds) == 3
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("arm", DEFAULT, ids=lambda a: a.name)
 def test_every_arm_computes_the_standard_step(spec, arm):
     shape = Shape(spec, 1, 3, 4)
-    blocks = make_blocks(spec, 3, 0)
+    blocks = make_blocks(spec, 3, 0, 11)
     assert output_error(arm, shape, blocks, STANDARD, 11) <= tolerance(arm)
 
 

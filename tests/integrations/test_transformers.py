@@ -46,7 +46,7 @@ def new_cache(model):
 def cache_name(model):
     import inspect
 
-    parameters = inspect.signature(model.forward).parameters
+    parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
     return next(n for n in ("cache", "past_key_values", "cache_params") if n in parameters)
 
 
@@ -87,7 +87,9 @@ def test_greedy_tokens_and_logits_equal_plain(name, path, state):
     model, ids = build(name), prompt()
     plain = generate(model, ids)
     with replayssm.enable(model, path=path, state=state, window=WINDOW) as handle:
-        assert_same(plain, generate(model, ids))
+        replayed = generate(model, ids)
+        assert_same(plain, replayed)
+        # the pool lives as long as the cache that generate() returned
         assert (handle.pool is None) == (path == "standard")
 
 
@@ -130,6 +132,26 @@ def test_beam_search(name):
         with replayssm.enable(model, path=path, window=WINDOW):
             beams = model.generate(ids, max_new_tokens=20, num_beams=3, do_sample=False)
         assert torch.equal(plain, beams)
+
+
+def test_static_cache():
+    model, ids = build("Bamba"), prompt()
+    plain = generate(model, ids, 20)
+    with replayssm.enable(model, window=WINDOW):
+        for _ in range(2):
+            again = generate(model, ids, 20, cache_implementation="static")
+            assert_same(plain, again)
+
+
+@pytest.mark.slow
+def test_compiled_models_run_with_graph_breaks():
+    model, ids = build("Qwen3_5Text"), prompt(tokens=5 + WINDOW + 2)
+    plain, _ = decoded(model, ids, [1] * (WINDOW + 2))
+    compiled = torch.compile(model, backend="eager")
+    with replayssm.enable(model, window=WINDOW) as handle:
+        replayed, _ = decoded(compiled, ids, [1] * (WINDOW + 2))
+        assert handle.pool is not None
+    assert float((plain - replayed).abs().max()) < BUDGET
 
 
 class Collect(transformers.generation.streamers.BaseStreamer):
@@ -419,6 +441,35 @@ def test_rows_can_be_selected_and_repeated(name, path):
             a = forward(model, ids[picked, t : t + 1], cache)
             b = forward(model, ids[:, t : t + 1], twin)
             assert float((a - b[picked]).abs().max()) < BUDGET
+
+
+def test_a_dropped_cache_frees_its_pool_at_once():
+    model, ids = build("Bamba"), prompt()
+    with replayssm.enable(model) as handle:
+        cache = new_cache(model)
+        forward(model, ids, cache)
+        forward(model, ids[:, :1], cache)
+        assert handle.pool is not None
+        gc.disable()
+        try:
+            del cache
+            assert handle.pool is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("path", ["replay", "standard"])
+def test_copies_of_a_cache_are_given_back_too(path):
+    model, ids = build("Bamba"), prompt(tokens=20)
+    plain, _ = decoded(model, ids, [1] * 15)
+    with replayssm.enable(model, path=path, window=WINDOW):
+        cache = new_cache(model)
+        forward(model, ids[:, :5], cache)
+        forward(model, ids[:, 5:6], cache)
+        twin = copy.deepcopy(cache)
+    for one in (cache, twin):
+        rest = [forward(model, ids[:, t : t + 1], one) for t in range(6, 20)]
+        assert float((plain[:, 1:] - torch.cat(rest, 1)).abs().max()) < BUDGET
 
 
 def test_a_copied_cache_is_independent():

@@ -1,4 +1,4 @@
-"""The specification against the recurrence, in fp64: nothing here depends on a format or a kernel."""
+"""The specification against the recurrence, in fp64, free of any format or kernel."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PREFILL = 32
 MAX_BATCH = 256
+WARM_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +148,8 @@ class _Decoder:
         self.session = Session(model)
         self.session.feed(ids[:, :PREFILL], last_only=True)
 
-    def cycle(self) -> None:
-        for _ in range(self.window):
+    def cycle(self, steps: int | None = None) -> None:
+        for _ in range(steps or self.window):
             at = self.session.position % self.ids.shape[1]
             self.session.feed(self.ids[:, at : at + 1])
 
@@ -164,8 +165,10 @@ def _profile(subject: Subject, plan: Plan, batch: int) -> Profile:
             model = twin(subject.model)
             stack.enter_context(enabled(model, arm, window=scope.window))
             decoders[arm.name] = _Decoder(model, ids, scope.window)
-        calls = {name: decoder.cycle for name, decoder in decoders.items()}
+        calls: dict[str, Callable[[], None]] = {n: d.cycle for n, d in decoders.items()}
         reference = plan.arms[0].name
+        for decoder in decoders.values():
+            decoder.cycle(WARM_STEPS)
         clock, shares = _MixerClock(decoders[reference].model), []
 
         def timed_reference() -> None:
@@ -175,8 +178,9 @@ def _profile(subject: Subject, plan: Plan, batch: int) -> Profile:
 
         calls[reference] = timed_reference
         update = _updates(subject, plan, batch)
+        update.cycle()
         calls["update"] = update.cycle
-        samples = interleave(calls, rounds=scope.decode_samples, warmup=1)
+        samples = interleave(calls, rounds=scope.decode_samples, limit_s=scope.cell_seconds)
     whole = samples[reference]
     update_share = mean_t(
         [u / w for u, w in zip(samples["update"].seconds, whole.seconds, strict=True)]
@@ -192,7 +196,7 @@ def _profile(subject: Subject, plan: Plan, batch: int) -> Profile:
     return Profile(
         batch=batch,
         step_ms=whole.median / scope.window * 1e3,
-        mixer_share=mean_t(shares[1:]),
+        mixer_share=mean_t(shares),
         update_share=update_share,
         ceiling=amdahl(update_share),
         arms=arms,

@@ -69,38 +69,47 @@ class Scope:
         steps: Decode steps compared one by one.
         prefills: Prompt lengths the step-by-step comparison starts from.
         decode_batches: Batches of the bottleneck section; the largest that fits is added.
-        decode_samples: Timed samples per arm and batch there.
+        decode_samples: Interleaved rounds per batch there, at most.
         batches: Batches of the window section.
         windows: Windows of the window section.
-        rounds: Interleaved rounds per cell there.
+        rounds: Interleaved rounds per cell there, at most.
+        cell_seconds: Time after which a cell of either section starts no further round, once it
+            has three.
         working_set: Bytes of fp32 state that a cell cycles through, if memory allows.
         budget_bytes: The equal memory limit under which arms pick their own largest batch.
         buckets: Upper ends of the length buckets, ascending.
         text_rows: Held-out sequences, each as long as the last bucket.
         probes: ``(length, probes per kind)`` pairs.
-        block: Tokens per forward in the precision section.
+        block: Tokens per forward in the precision section; a divisor of ``window``, so that every
+            token finds the ring as deep as it would in single steps.
     """
 
     window: int = 16
     steps: int = 512
     prefills: tuple[int, ...] = (16, 128, 1024)
     decode_batches: tuple[int, ...] = (1, 16, 64)
-    decode_samples: int = 5
+    decode_samples: int = 6
     batches: tuple[int, ...] = (1, 4, 16, 64)
     windows: tuple[int, ...] = (8, 16, 32)
-    rounds: int = 6
-    working_set: int = 128 << 20
+    rounds: int = 8
+    cell_seconds: float = 2.0
+    working_set: int = 64 << 20
     budget_bytes: int = 128 << 20
     buckets: tuple[int, ...] = (512, 2048, 8192)
     text_rows: int = 2
-    probes: tuple[tuple[int, int], ...] = ((256, 36), (1024, 5), (8192, 2))
-    block: int = 8
+    probes: tuple[tuple[int, int], ...] = ((256, 37), (1024, 5), (8192, 1))
+    block: int = 16
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.window % self.block:
+            raise ContractError("scope.block", f"a divisor of window ({self.window})", self.block)
 
 
 FULL_SCOPE = Scope(
     batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
     windows=(4, 8, 16, 32, 64),
-    rounds=10,
+    rounds=12,
+    cell_seconds=15.0,
     decode_samples=16,
     working_set=512 << 20,
     budget_bytes=1 << 30,

@@ -1,8 +1,10 @@
 """Section 4, precision: bits per byte, KL and recall, per arm, against the standard fp32 path.
 
-Every arm decodes the same held-out texts and probes, teacher forced, in blocks of a few tokens that
-go through the ring exactly as single tokens do (section 1 checks that). Only the first tokens are
-prefilled, so nearly every token of the context has passed through the arm's own state.
+Every arm decodes the same held-out texts and probes, teacher forced, in blocks that go through the
+ring as single tokens do: a block divides the window and starts at a multiple of itself, so every
+token reads the checkpoint and the ring at the depth it would find in single steps (section 1 checks
+the results). Only the first window is prefilled, so nearly every token of the context has passed
+through the arm's own state.
 """
 
 from __future__ import annotations
@@ -25,9 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from replayssm.evaluate.arms import Arm
-    from replayssm.evaluate.plan import Plan
+    from replayssm.evaluate.plan import Plan, Scope
 
-PREFILL = 16
 BLOCKS_PER_BUCKET = 8
 LONGEST_BLOCK = 256
 
@@ -221,7 +222,7 @@ def _decode_arm(
     scope = plan.scope
     with enabled(subject.model, arm, window=scope.window, max_block=scope.block):
         for group in groups:
-            scored, answers = _decode_group(subject, group, scope.block, reference)
+            scored, answers = _decode_group(subject, group, scope, reference)
             right += answers
             scores = scored or scores
             tick(f"{arm.name}, {group.ids.shape[1]} tokens")
@@ -232,7 +233,7 @@ def _decode_arm(
 
 
 def _decode_group(
-    subject: Subject, group: _Group, block: int, reference: _Scores | None
+    subject: Subject, group: _Group, scope: Scope, reference: _Scores | None
 ) -> tuple[_Scores | None, list[bool]]:
     rows, tokens = group.ids.shape
     texts = group.texts
@@ -243,7 +244,7 @@ def _decode_group(
     hits = torch.ones(rows - texts, longest, dtype=torch.bool)
     at = 0
     while at < tokens - 1:
-        stop = min(tokens - 1, PREFILL if at == 0 else at + block)
+        stop = min(tokens - 1, scope.window if at == 0 else at + scope.block)
         logits = session.feed(group.ids[:, at:stop].to(device)).cpu()
         nexts = group.ids[:, at + 1 : stop + 1]
         if texts:

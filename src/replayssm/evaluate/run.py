@@ -70,9 +70,8 @@ def evaluate(subject: Subject, plan: Plan, progress: Progress | None = None) -> 
     choices = {"impl": choose(Impl.AUTO, device).value, "device": str(device)}
     manifest = collect(seed=plan.seed, choices=choices)
     scope = plan.scope
-    exact = sum(compatibility.is_exact(arm) for arm in plan.arms)
 
-    start = _begin(show, "compatibility", len(scope.prefills) * (1 + exact))
+    start = _begin(show, "compatibility", compatibility.count_steps(plan))
     first = compatibility.run(subject, plan, show.tick)
     first = replace(first, seconds=_end(show, "compatibility", start))
 

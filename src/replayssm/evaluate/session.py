@@ -41,6 +41,17 @@ def enabled(
         yield handle
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread; for steps too small to share, where waking others costs more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Session:
     """Feeds tokens to a model and keeps its cache.
 

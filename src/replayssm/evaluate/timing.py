@@ -18,6 +18,8 @@ try:
 except ImportError:  # not on Windows; the count is then reported as unknown
     resource = None  # type: ignore[assignment]
 
+LEAST_ROUNDS = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Samples:
@@ -42,28 +44,30 @@ def interleave(
     arms: Mapping[str, Callable[[], None]],
     *,
     rounds: int,
-    warmup: int = 1,
+    limit_s: float = float("inf"),
     device: torch.device | None = None,
 ) -> dict[str, Samples]:
     """Time every arm once per round, the order rotating from round to round.
 
     Args:
         arms: What to run; one call is one sample (for replay: whole fold cycles).
-        rounds: Samples per arm.
-        warmup: Unrecorded rounds first, so that compilation and first touch are not timed.
+        rounds: Samples per arm, at most. Every arm must have run before, so that compilation and
+            first touch are not timed.
+        limit_s: Stop after the round in which this time is used up, never under ``LEAST_ROUNDS``.
+            It looks at the clock alone, so it cannot favour an arm.
         device: Synchronised around each sample when it is a GPU.
     """
     names = list(arms)
-    for _ in range(warmup):
-        for name in names:
-            arms[name]()
     seconds: dict[str, list[float]] = {name: [] for name in names}
     switches: dict[str, list[int]] = {name: [] for name in names}
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
+        begun = time.perf_counter()
         for r in range(rounds):
+            if r >= LEAST_ROUNDS and time.perf_counter() - begun > limit_s:
+                break
             shift = r % len(names)
             for name in names[shift:] + names[:shift]:
                 before = _switches()

@@ -381,9 +381,7 @@ def _overall(
             f"state update {times(best.speedup)} against {best.against}."
         )
     if Verdict.OPEN in verdicts:
-        head = (
-            "This run cannot decide; keep the standard path and run `--full`, or a quieter machine."
-        )
+        head = "This run cannot decide: keep the standard path, and run again with --full."
         return Verdict.OPEN, head + told
     return Verdict.REFUSE, "Do not enable state replay on this machine." + told
 

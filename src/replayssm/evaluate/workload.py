@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from replayssm.evaluate.arms import Arm
     from replayssm.slots import SlotRef
 
-INPUTS = 4
+INPUTS = 16
+PROMPT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,13 @@ class Runner:
     """One arm of a cell: its states, and a method that decodes one token per row.
 
     Rows of a replay arm stand at different positions, spread over the window, so that folds fall
-    on every step as they do in serving.
+    on every step as they do in serving. ``start`` is a ``[B, HV, V, K]`` fp32 state for every
+    layer, None the zero state.
     """
 
-    def __init__(self, arm: Arm, shape: Shape, blocks: list[Block]) -> None:
+    def __init__(
+        self, arm: Arm, shape: Shape, blocks: list[Block], start: Tensor | None = None
+    ) -> None:
         self.arm, self.shape, self.blocks = arm, shape, blocks
         self.steps = self.folds = 0
         batch, spec = shape.batch, shape.spec
@@ -91,12 +95,17 @@ class Runner:
             ring = RingSpec(window=shape.window)
             self._pool = StatePool([spec] * shape.layers, batch, state=arm.state, ring=ring)
             self._refs = [
-                self._pool.admit_(position=row * shape.window // batch) for row in range(batch)
+                self._pool.admit_(
+                    None if start is None else [start[row]] * shape.layers,
+                    position=row * shape.window // batch,
+                )
+                for row in range(batch)
             ]
         else:
             dtype = torch.bfloat16 if arm.state is Format.BF16 else torch.float32
             size = (batch, spec.value_heads, spec.value_dim, spec.key_dim)
-            self._states = [torch.zeros(size, dtype=dtype) for _ in range(shape.layers)]
+            first = torch.zeros(size) if start is None else start
+            self._states = [first.to(dtype, copy=True) for _ in range(shape.layers)]
             zeros = np.zeros(batch, np.int64)
             ones = np.ones(batch, np.int64)
             self._plan = BlockPlan(np.arange(batch, dtype=np.int64), zeros, zeros, zeros, ones)
@@ -121,6 +130,10 @@ class Runner:
         self._pool.commit_(ticket, 1)
         return self._out
 
+    def state(self) -> Tensor:
+        """Return the first layer's state of a standard arm."""
+        return self._states[0]
+
     def cycle(self) -> None:
         """Decode one whole window: every row folds exactly once."""
         for _ in range(self.shape.window):
@@ -136,10 +149,15 @@ class Runner:
 def output_error(arm: Arm, shape: Shape, blocks: list[Block], reference: Arm, steps: int) -> float:
     """Return the relative error (Frobenius) of an arm's outputs against the reference arm's.
 
-    Both start from the zero state and see the same inputs for ``steps`` tokens.
+    Both start from the state that a prompt of ``PROMPT`` tokens leaves, as in serving, and see the
+    same inputs for ``steps`` tokens.
     """
     one = Shape(shape.spec, 1, shape.batch, shape.window)
-    mine, theirs = Runner(arm, one, blocks), Runner(reference, one, blocks)
+    prompt = Runner(reference, one, make_blocks(shape.spec, shape.batch, 1, PROMPT))
+    for _ in range(PROMPT):
+        prompt.step()
+    mine = Runner(arm, one, blocks, prompt.state())
+    theirs = Runner(reference, one, blocks, prompt.state())
     error = norm = 0.0
     for _ in range(steps):
         expected = theirs.step().double()

@@ -14,6 +14,7 @@ the result is admitted at the new position).
 from __future__ import annotations
 
 import copy
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ class CacheBinding:
 
     Args:
         handle: The enabled model.
-        container: The cache's list of layers.
+        cache: The cache; held weakly, so that its memory goes with its last user.
         position: Tokens the cache holds already.
 
     Attributes:
@@ -76,14 +77,14 @@ class CacheBinding:
         position: Tokens that every row has seen, padding included.
     """
 
-    def __init__(self, handle: Enabled, container: list[Any], position: int) -> None:
-        self.handle, self._container = handle, container
+    def __init__(self, handle: Enabled, cache: Any, position: int) -> None:  # noqa: ANN401
+        self.handle = handle
+        self._cache: weakref.ref[Any] | None = weakref.ref(cache)
         self._indices = tuple(mixer.layer_idx for mixer in handle.mixers)
         self.rows: Rows | None = None
         self.position = position
         self._forward: _Forward | None = None
         self._failed = False
-        self._hooks = tuple(LiveState(self, i) for i in range(len(self._indices)))
         self._active: int | None = None
         self._state_dtype = torch.float32
 
@@ -93,18 +94,18 @@ class CacheBinding:
         twin = CacheBinding.__new__(CacheBinding)
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
-            twin.__dict__[name] = value if name == "handle" else copy.deepcopy(value, memo)
+            if name not in ("handle", "_cache"):
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+        cache = None if self._cache is None else self._cache()
+        # a copy of the whole cache is in the memo before its layers are copied
+        copied = memo.get(id(cache))
+        twin.handle, twin._cache = self.handle, None if copied is None else weakref.ref(copied)
         self.handle.track(twin)
         return twin
 
-    @property
-    def layers(self) -> tuple[Any, ...]:
-        """The cache's recurrent layers, in order."""
-        return tuple(self._container[i] for i in self._indices)
-
-    def adopt(self) -> None:
+    def adopt(self, container: list[Any]) -> None:
         """Put bound layers in the place of the plain ones and take over any state they hold."""
-        plain = self.layers
+        plain = [container[i] for i in self._indices]
         for ordinal, layer in enumerate(plain):
             kind: type = type(layer)
             bound = exchange(layer, bound_class(kind))
@@ -113,7 +114,7 @@ class CacheBinding:
                 layer.is_recurrent_states_initialized, False
             )
             bound.binding, bound.ordinal = self, ordinal
-            self._container[self._indices[ordinal]] = bound
+            container[self._indices[ordinal]] = bound
         held = [layer.recurrent_states[0] for layer in plain]
         if all(layer.has_previous_state[0] for layer in plain) and None not in held:
             pairs = zip(self.handle.mixers, held, strict=True)
@@ -125,18 +126,20 @@ class CacheBinding:
 
         A half-written cache stays bound, so that reading it goes on raising.
         """
-        if self._failed or self._forward is not None:
+        cache = None if self._cache is None else self._cache()
+        if cache is None or self._failed or self._forward is not None:
             return
         states: list[Tensor | None] = [None] * len(self._indices)
         if self.rows is not None:
             states = list(self._model_states())
-        for layer, index, state in zip(self.layers, self._indices, states, strict=True):
+        for index, state in zip(self._indices, states, strict=True):
+            layer = cache.layers[index]
             plain = exchange(layer, type(layer).plain)
             del plain.binding, plain.ordinal
             plain.recurrent_states = dict.fromkeys(range(layer.number_of_states))
             plain.recurrent_states[0] = state
             plain.is_recurrent_states_initialized[0] = state is not None
-            self._container[index] = plain
+            cache.layers[index] = plain
 
     def enter(self, layer: int, rows: int, tokens: int) -> None:
         """Start a mixer's forward; the first recurrent layer opens the forward.
@@ -179,7 +182,7 @@ class CacheBinding:
     def view(self, layer: int) -> Tensor | StateHook | None:
         """Return what ``recurrent_states[0]`` shows: the hook to its mixer, else a tensor."""
         if self._active == layer:
-            return None if self.rows is None else self._hooks[layer]
+            return None if self.rows is None else LiveState(self, layer)
         if self._failed or self._forward is not None:
             raise SlotError(
                 "cache: a forward is open or stopped between its recurrent layers, so the "
@@ -294,8 +297,8 @@ def bind(handle: Enabled, cache: Any, tokens: int) -> CacheBinding:  # noqa: ANN
         if not hasattr(layer, "recurrent_states"):
             got = type(layer).__name__
             raise ContractError(f"cache.layers[{mixer.layer_idx}]", "a recurrent layer", got)
-    binding = CacheBinding(handle, layers, _position(layers, first, tokens))
-    binding.adopt()
+    binding = CacheBinding(handle, cache, _position(layers, first, tokens))
+    binding.adopt(layers)
     handle.track(binding)
     return binding
 

@@ -90,17 +90,17 @@ def _dispatcher(adapter: Adapter, site: Site, original: Callable[..., Any]) -> C
     parameters = tuple(inspect.signature(original).parameters)
     position = parameters.index(site.state)
 
+    # a state is not one tensor, so torch.compile breaks its graph here and around the mixers' hooks
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def serve(state: StateHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        return state.serve(Call(adapter, site, original, parameters, args, kwargs))
+
     @functools.wraps(original)
     def dispatch(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - a transparent wrapper
         state = args[position] if len(args) > position else kwargs.get(site.state)
         if not isinstance(state, StateHook):
             return original(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            raise UnsupportedError(
-                "torch.compile cannot trace an enabled model: its state is not one tensor; "
-                "call replayssm.disable(model) first"
-            )
-        return state.serve(Call(adapter, site, original, parameters, args, kwargs))
+        return serve(state, args, kwargs)
 
     return dispatch
 

@@ -26,7 +26,7 @@ class BoundLayer:
     binding: CacheBinding
     ordinal: int
 
-    is_compileable = False
+    # is_compileable stays as it is: for static caches, masks are made by it
     is_croppable = False
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RECURRENT_TYPES = ("linear_attention", "hybrid", "hybrid_sliding", "mamba")
 LIMITS = (
     "inference only: cached decode steps are not differentiable",
-    "torch.compile is refused: the state of a bound cache is not one tensor",
+    "torch.compile breaks its graph at every recurrent layer; fullgraph=True cannot work",
     "packed sequences (cu_seqlens) are refused on a live cache",
     "cache.crop is refused unless it removes nothing; assisted generation is refused by "
     "transformers for stateful models",

@@ -94,7 +94,7 @@ class Enabled:
 
     @property
     def pool(self) -> StatePool | None:
-        """The pool of the cache that was prefilled last; None if it is gone, or without a pool."""
+        """The pool of the cache prefilled last; None once that cache is dropped, or without one."""
         binding = None if self._latest is None else self._latest()
         return None if binding is None or binding.rows is None else binding.rows.pool
 
@@ -266,6 +266,7 @@ def _watch(handle: Enabled, ordinal: int, mixer: nn.Module) -> list[RemovableHan
     position = list(inspect.signature(mixer.forward).parameters).index(hooks.cache_argument(mixer))
     running: list[CacheBinding] = []
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = args[position] if len(args) > position else None
         for name in hooks.CACHE_ARGUMENTS:
@@ -279,6 +280,7 @@ def _watch(handle: Enabled, ordinal: int, mixer: nn.Module) -> list[RemovableHan
         binding.enter(ordinal, rows, tokens)
         running.append(binding)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(_module: nn.Module, _args: object, output: object) -> None:
         while running:
             running.pop().leave(finished=output is not None)

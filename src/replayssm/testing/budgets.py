@@ -73,10 +73,13 @@ class Budget:
     Attributes:
         exact: ``[B, ...]`` fp64.
         allowed: ``[B]`` fp64 largest absolute error of an element.
+        plain: Error of plain torch, in roundings of the largest element of a row. It is a handful;
+            far more means that the reference itself is wrong.
     """
 
     exact: Tensor
     allowed: Tensor
+    plain: float = 0.0
 
     def excess(self, got: Tensor) -> float:
         """Return the largest error as a multiple of what is allowed; over 1 is a failure.
@@ -85,9 +88,9 @@ class Budget:
         """
         same = (got.double() == self.exact) | (got.isnan() & self.exact.isnan())
         error = torch.where(same, 0.0, (got.double() - self.exact).abs())
-        worst = error.nan_to_num(nan=torch.inf).flatten(1).amax(1)
+        worst = error.nan_to_num(nan=torch.inf, posinf=torch.inf).flatten(1).amax(1)
         ratio = torch.where(worst > 0, worst / self.allowed, 0.0)
-        return float(ratio.nan_to_num(nan=torch.inf).max()) if len(ratio) else 0.0
+        return float(ratio.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if len(ratio) else 0.0
 
 
 def clone_store(store: LayerStore) -> LayerStore:
@@ -170,5 +173,5 @@ def _budget(exact: Tensor, plain: Tensor, rounding: float) -> Budget:
     error = torch.where(plain.double() == exact, 0.0, (plain.double() - exact).abs())
     worst, size = (x.flatten(1).nan_to_num(0.0, 0.0, 0.0).amax(1) for x in (error, exact.abs()))
     # one row's plain error may be small by luck: the worst row's, relative to its size, counts
-    relative = torch.where(size > 0, worst / size, 0.0).amax() if len(size) else 0.0
-    return Budget(exact, (2 * relative + rounding) * size)
+    relative = float(torch.where(size > 0, worst / size, 0.0).amax()) if len(size) else 0.0
+    return Budget(exact, (2 * relative + rounding) * size, relative / rounding)

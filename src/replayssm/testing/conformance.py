@@ -50,6 +50,8 @@ Step = Callable[[LayerStore, "BlockPlan", "Block", Sequence[ReadDepth], Tensor],
 SLOTS = 7
 ROWS = (5, -1, 0, 6)  # a pad row, and the first and the last slot of the pool
 FORWARDS = 7
+# a column scale may be one window old, which costs a fixed-point row some hundred roundings
+PLAIN_ROUNDINGS = 1000.0
 RING = RingSpec(window=4, max_block=3)
 
 
@@ -208,12 +210,17 @@ def _check_forward(
     step(store, plan, block, depth, out)
 
     where = f"{case}, forward {forward}"
-    excess = fold_budget(before, plan).excess(folded_states(store, plan))
-    if excess > 1:
-        raise AssertionError(f"{where}: the fold's error is {excess:.3g} times its budget")
-    excess = output_budget(store, plan, block, depth, case.dtype).excess(out)
-    if excess > 1:
-        raise AssertionError(f"{where}: an output's error is {excess:.3g} times its budget")
+    for what, budget, got in (
+        ("the fold", fold_budget(before, plan), folded_states(store, plan)),
+        ("an output", output_budget(store, plan, block, depth, case.dtype), out),
+    ):
+        if budget.plain > PLAIN_ROUNDINGS:
+            raise AssertionError(
+                f"{where}: {what} of the reference is {budget.plain:.3g} roundings off"
+            )
+        excess = budget.excess(got)
+        if excess > 1:
+            raise AssertionError(f"{where}: {what}'s error is {excess:.3g} times its budget")
     if bystander_digests(store, plan.slots.tolist()) != bystanders:
         raise AssertionError(f"{where}: a slot outside the batch changed")
     for row, length in enumerate(plan.lengths.tolist()):

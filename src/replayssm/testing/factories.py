@@ -134,7 +134,7 @@ def make_plan(
 def take(block: Block, rows: slice | Sequence[int], tokens: slice | Sequence[int]) -> Block:
     """Return a block's rows and tokens, in the order given."""
     fields = (block.q, block.k, block.v, block.g, block.w)
-    return Block(*(x[rows][:, tokens].clone() for x in fields))
+    return Block(*(x[:, tokens][rows].clone() for x in fields))
 
 
 def stack_rows(blocks: Sequence[Block]) -> Block:

@@ -1,6 +1,7 @@
 """The oracle of one request: the serial recurrence in fp64, fed with the tokens it committed.
 
-It knows no checkpoint, ring, window, format or batch, so nothing that those get wrong can hide.
+It knows no checkpoint, ring, window, format or batch, and shares no code with the reference, so
+nothing that those get wrong can hide.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replayssm.ops.reference import Entries, expand_heads, write_entry
+from replayssm.types import Write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,19 +64,18 @@ class SerialOracle:
             parents: Token that each token continues, -1 for the committed sequence; None is a
                 chain.
         """
-        entries, states, outputs = self._entries(block, row), {-1: self._states[-1]}, []
-        q = expand_heads(block.q[row].double(), self.layer.value_heads, 1)
+        states, outputs = {-1: self._states[-1]}, []
+        q = block.q[row].double()
         for t in range(length):
             parent = t - 1 if parents is None else int(parents[t])
-            states[t] = write_entry(states[parent], entries, t, self.layer.write)
-            outputs.append(torch.einsum("hvk,hk->hv", states[t], q[t]))
+            states[t] = self._after(states[parent], block, row, t)
+            outputs.append(torch.stack([states[t][hv] @ q[t, h] for hv, h in self._heads()]))
         return torch.stack(outputs)
 
     def commit(self, block: Block, row: int, tokens: int | Sequence[int]) -> None:
         """Commit tokens of a row's block: the first ``tokens``, or a path of token indices."""
-        entries = self._entries(block, row)
         for t in range(tokens) if isinstance(tokens, int) else tokens:
-            self._states.append(write_entry(self._states[-1], entries, t, self.layer.write))
+            self._states.append(self._after(self._states[-1], block, row, t))
 
     def rewind(self, tokens: int) -> None:
         """Forget the newest committed tokens."""
@@ -89,8 +89,18 @@ class SerialOracle:
         other._states = list(self._states)
         return other
 
-    def _entries(self, block: Block, row: int) -> Entries:
-        k, v = (x[row].to(self.ring_dtype).double() for x in (block.k, block.v))
-        g, w = (x[row].float().double() for x in (block.g, block.w))
-        g = g if g.ndim == 3 else g.unsqueeze(-1)
-        return Entries(expand_heads(k, self.layer.value_heads, 1), v, g, w)
+    def _heads(self) -> list[tuple[int, int]]:
+        return [(hv, hv // self.layer.heads_per_key) for hv in range(self.layer.value_heads)]
+
+    def _after(self, state: Tensor, block: Block, row: int, t: int) -> Tensor:
+        """Return the state after one token, head by head, as the algebra is written down."""
+        k, v = (x[row, t].to(self.ring_dtype).double() for x in (block.k, block.v))
+        g, w = (x[row, t].float().double() for x in (block.g, block.w))
+        heads = []
+        for hv, h in self._heads():
+            decayed = state[hv] * torch.exp(g[hv])
+            u = v[hv]
+            if self.layer.write is Write.DELTA:
+                u = u - decayed @ k[h]
+            heads.append(decayed + w[hv] * torch.outer(u, k[h]))
+        return torch.stack(heads)

@@ -64,19 +64,21 @@ def _categories(ax: Axes, labels: Iterable[object]) -> None:
 
 def _margin(ax: Axes, at: float, text: str) -> None:
     ax.axhline(at, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    # beside the frame, where no curve can run through it
     ax.annotate(
-        text,
+        text.replace(" ", "\n", 1),
         (1, at),
         xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
+        xytext=(4, 0),
         textcoords="offset points",
-        ha="right",
-        va="bottom",
+        ha="left",
+        va="center",
         fontsize=8.5,
+        annotation_clip=False,
     )
 
 
-def _legend(fig: Figure, ax: Axes, columns: int = 3) -> None:
+def _legend(fig: Figure, ax: Axes, columns: int = 4) -> None:
     handles, labels = ax.get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=1.6)
 

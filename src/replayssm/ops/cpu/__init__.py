@@ -1,8 +1,8 @@
 """Compiled CPU path (numba): thin launchers over the kernels of this package.
 
-A kernel is compiled on first use and cached on disk. Work is spread over numba's threads; a small call
-stays in the calling thread. Every row's numbers depend on that row alone, so neither the number of
-threads nor the batch shows in a result.
+A kernel is compiled on first use and cached on disk. Work is spread over numba's threads; a small
+call stays in the calling thread. Every row's numbers depend on that row alone, so neither the
+number of threads nor the batch shows in a result.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from replayssm.ops.cpu import layout
+from replayssm.ops.cpu.layout import BlockAt
 from replayssm.ops.cpu.standard import standard_parallel, standard_serial
 from replayssm.ops.cpu.step import run_parallel, run_serial
 from replayssm.types import ReadDepth
@@ -31,7 +32,7 @@ __all__ = ["fold_", "standard_", "step_"]
 # below this much state, starting threads costs more than they save
 PARALLEL_BYTES = 1 << 18
 ALIGN = 64
-NO_BLOCK = layout.BlockAt(*(0,) * len(layout.BlockAt._fields))
+NO_BLOCK = BlockAt._make([0] * len(BlockAt._fields))
 
 
 class _Workspace(threading.local):
@@ -83,19 +84,19 @@ def _is_writable(out: Tensor) -> bool:
 
 
 def _run(
-    store: LayerStore, plan: BlockPlan, where: layout.BlockAt, is_full: list[bool], *, has_block: bool
+    store: LayerStore, plan: BlockPlan, where: BlockAt, is_full: list[bool], *, has_block: bool
 ) -> None:
-    at = layout.geometry_of(store)
-    planes, rings = layout.planes_at(store), layout.rings_at(store)
-    scratch = layout.scratch_of(at, max(where.tokens, 1))
-    fields = (plan.slots, plan.base, plan.folded, plan.committed, plan.lengths, is_full)
-    counts = np.array(fields, np.int64)
+    at = layout.geometry_of(store.spec)
+    scratch, size = layout.scratch_of(at, max(where.tokens, 1))
+    fields = (plan.slots, plan.base, plan.folded, plan.committed, plan.lengths)
+    counts = np.array([*fields, is_full], np.int64)
     shares = _shares(plan.rows * store.spec.layer.state_elements * store.high.element_size())
-    base = _workspace.address(shares * scratch.size)
+    base = _workspace.address(shares * size)
+    tensors = (at, layout.planes_at(store), layout.rings_at(store), where, scratch)
     if shares == 1:
-        run_serial(at, planes, rings, where, scratch, base, counts, int(has_block))
+        run_serial(*tensors, base, counts, int(has_block))
     else:
-        run_parallel(at, planes, rings, where, scratch, base, counts, int(has_block), shares)
+        run_parallel(*tensors, base, size, counts, int(has_block), shares)
 
 
 def _shares(nbytes: int) -> int:
@@ -114,14 +115,14 @@ def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: T
     """
     target = out if _is_writable(out) else torch.empty(out.shape, dtype=torch.float32)
     where, alive = layout.block_at(block, target)
-    at = layout.standard_at(state, block, write)
+    at, size = layout.standard_at(state, block, write)
     counts = np.array((plan.slots, plan.lengths), np.int64)
     shares = _shares(plan.rows * state[0].numel() * state.element_size())
-    base = _workspace.address(shares * at.size)
+    base = _workspace.address(shares * size)
     if shares == 1:
         standard_serial(at, where, base, counts)
     else:
-        standard_parallel(at, where, base, counts, shares)
+        standard_parallel(at, where, base, size, counts, shares)
     if target is not out:
         out.copy_(target)
     del alive

@@ -1,7 +1,8 @@
 """Element types of inputs, rings, outputs and planes: how sixteen of them become fp32 and go back.
 
-Every function takes ``n``, the number of lanes that exist; 16 is the plain case, and with the literal
-16 the other branch is removed by the compiler. Lanes behind ``n`` are masked at the load and read as 0.
+Every function takes ``n``, the number of lanes that exist; 16 or more is the plain case, and with a
+literal the compiler removes the other branch. Lanes from ``n`` on are masked at the load: they read
+as 0 and are not written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from replayssm.ops.cpu.vector import (
     call,
     constant,
     define,
-    f32,
     i64,
     inlined,
     lane_mask,
@@ -96,7 +96,9 @@ def _store_fixed(b: Any, high: Any, low: Any, x: Any, bits: int, n: Any = None) 
     write_lanes(b, low, b.trunc(rest, I16 if bits == 16 else I8), n)
 
 
-def _load_pair(convert: Callable[..., Any], *kinds: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def _load_pair(
+    convert: Callable[..., Any], *kinds: ir.VectorType
+) -> tuple[Callable[..., Vec], Callable[..., Vec]]:
     # (all lanes, some lanes) of a number whose parts live at one address per kind
     addresses = [i64] * len(kinds)
 
@@ -115,7 +117,7 @@ def _load_pair(convert: Callable[..., Any], *kinds: Any) -> tuple[Any, Any]:  # 
     )
 
 
-def _store_pair(convert: Callable[..., Any]) -> tuple[Any, Any]:
+def _store_pair(convert: Callable[..., Any]) -> tuple[Callable[..., None], Callable[..., None]]:
     return (
         define(none, (i64, vec), lambda b, p, x: write_lanes(b, p, convert(b, x))),
         define(none, (i64, vec, i64), lambda b, p, x, n: write_lanes(b, p, convert(b, x), n)),
@@ -140,6 +142,7 @@ _put_q16 = define(none, (i64, i64, vec), lambda b, h, w, x: _store_fixed(b, h, w
 _put_q16_some = define(
     none, (i64, i64, vec, i64), lambda b, h, w, x, n: _store_fixed(b, h, w, x, 8, n)
 )
+
 
 @inlined
 def load_as(at: int, kind: int, n: int) -> Vec:

@@ -5,6 +5,7 @@ Plain integers in named tuples, so that a kernel compiles once for every dtype, 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -23,9 +24,11 @@ from replayssm.ops.cpu.vector import LANES
 from replayssm.types import Decay, Format, Write
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from replayssm.storage import LayerStore
+    from replayssm.storage import LayerStore, StorageSpec
     from replayssm.types import Block
 
 KIND = {torch.float32: IS_F32, torch.bfloat16: IS_BF16, torch.float16: IS_F16}
@@ -41,24 +44,27 @@ HEADS_PER_ITEM = 8
 
 
 class Geometry(NamedTuple):
-    """Shape and kind of a layer; ``padded`` sizes are rounded up to whole lanes."""
+    """Shape and kind of a layer; ``*_row`` are bytes of one fp32 row of scratch, in whole lanes."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    padded_key: int
-    padded_value: int
+    key_row: int
+    value_row: int
+    entry_row: int
+    window_row: int
     is_delta: int
     per_channel: int
     format: int
+    is_scaled: int
     window: int
     keep: int
     ring_len: int
 
 
 class PlanesAt(NamedTuple):
-    """Planes and scales; strides over slots, heads and rows (columns: slots, generations, heads)."""
+    """Planes and scales; strides over slots, heads, rows (columns: slots, generations, heads)."""
 
     high: int
     high_slot: int
@@ -135,14 +141,34 @@ class BlockAt(NamedTuple):
     tokens: int
 
 
-class Scratch(NamedTuple):
-    """Byte offsets of one thread's scratch: fp32, rows padded to whole lanes.
+class HeadAt(NamedTuple):
+    """One value head of one slot, made inside kernels; strides over rows or entries."""
 
-    N entries are at most the ring's length, W a window, T tokens of a block.
+    high: int
+    high_row: int
+    low: int
+    low_row: int
+    scale: int
+    columns: int
+    columns_generation: int
+    v: int
+    v_entry: int
+    g: int
+    g_entry: int
+    w: int
+    w_entry: int
+    kind: int
+
+
+class Scratch(NamedTuple):
+    """One thread's scratch: byte offsets in the launcher, addresses inside kernels.
+
+    N entries are at most the ring's length, W a window, T tokens of a block; all fp32, rows in
+    whole lanes. Where a head has one decay, ``decay``, ``before`` and ``after`` hold one an entry.
     """
 
     keys: int  # [N, K] keys of the entries, oldest first
-    decay: int  # [N] or [N, K] exp(g)
+    decay: int  # [N, K] exp(g)
     strength: int  # [N] w
     queries: int  # [T, K]
     x: int  # [T, K] pulled-back queries
@@ -150,28 +176,26 @@ class Scratch(NamedTuple):
     c: int  # [T, N] coefficient of every entry
     y: int  # [T, V] the entries' part of the output
     sums: int  # [T, V] the checkpoint's part of the output
-    before: int  # [W, K] k_s decayed by the entries up to s; one decay a head: [W] that decay
-    after: int  # [W, K] k_s decayed by the entries behind s; one decay a head: [W] that decay
+    before: int  # [W, K] k_s decayed by the entries up to s
+    after: int  # [W, K] k_s decayed by the entries behind s
     lower: int  # [W, W] row t: what every entry s > t sees of entry t
     values: int  # [W, 16] written values of 16 rows
     block: int  # [16, K] 16 decoded rows
     total: int  # [K] decay of the whole window
     column: int  # [K] column scales that are read
-    fresh: int  # [K] column scales that are written
-    inverse: int  # [K] their reciprocals
+    inverse: int  # [K] reciprocals of the column scales that are written
     amax: int  # [K] column amax being collected
-    size: int  # bytes in all
 
 
 class StandardAt(NamedTuple):
-    """State and scratch of a standard step; strides in bytes, then byte offsets of scratch."""
+    """State and scratch of a standard step; strides in bytes, then as :class:`Scratch`."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    padded_key: int
-    padded_value: int
+    key_row: int
+    value_row: int
     is_delta: int
     per_channel: int
     state: int
@@ -187,51 +211,86 @@ class StandardAt(NamedTuple):
     strength: int  # [T, 2] w and k . q
     y: int  # [T, V] outputs
     sums: int  # [8] row sums
-    size: int  # bytes in all
 
 
-def padded(n: int) -> int:
-    """Round up to whole lanes."""
-    return -(-n // LANES) * LANES
+def row_bytes(n: int) -> int:
+    """Return the bytes of n fp32 numbers in whole lanes."""
+    return -(-n // LANES) * LANES * 4
 
 
-def geometry_of(store: LayerStore) -> Geometry:
+@lru_cache
+def geometry_of(spec: StorageSpec) -> Geometry:
     """Return the geometry of a layer's store."""
-    layer, ring = store.spec.layer, store.spec.ring
+    layer, ring = spec.layer, spec.ring
     return Geometry(
-        layer.key_heads,
-        layer.value_heads,
-        layer.key_dim,
-        layer.value_dim,
-        padded(layer.key_dim),
-        padded(layer.value_dim),
-        int(layer.write is Write.DELTA),
-        int(layer.decay is Decay.CHANNEL),
-        CODE[store.spec.format],
-        ring.window,
-        ring.keep,
-        ring.ring_len,
+        key_heads=layer.key_heads,
+        value_heads=layer.value_heads,
+        key_dim=layer.key_dim,
+        value_dim=layer.value_dim,
+        key_row=row_bytes(layer.key_dim),
+        value_row=row_bytes(layer.value_dim),
+        entry_row=row_bytes(ring.ring_len),
+        window_row=row_bytes(ring.window),
+        is_delta=int(layer.write is Write.DELTA),
+        per_channel=int(layer.decay is Decay.CHANNEL),
+        format=CODE[spec.format],
+        is_scaled=int(spec.format in (Format.Q24, Format.Q16)),
+        window=ring.window,
+        keep=ring.keep,
+        ring_len=ring.ring_len,
     )
+
+
+@lru_cache
+def scratch_of(at: Geometry, tokens: int) -> tuple[Scratch, int]:
+    """Lay out one thread's scratch; return the offsets and the bytes in all."""
+    entries, window, key = at.ring_len, at.window, at.key_row
+    gates = (entries * key, window * key, window * key)
+    if not at.per_channel:
+        gates = (at.entry_row, at.window_row, at.window_row)
+    sizes = (
+        entries * key,
+        gates[0],
+        at.entry_row,
+        *[tokens * key] * 2,
+        *[tokens * at.entry_row] * 2,
+        *[tokens * at.value_row] * 2,
+        *gates[1:],
+        window * at.window_row,
+        window * 4 * LANES,
+        LANES * key,
+        *[key] * 4,
+    )
+    *offsets, end = _offsets(sizes)
+    return Scratch._make(offsets), end
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    # starts of consecutive arrays, then the end of the last
+    offsets = [0]
+    for n in sizes:
+        offsets.append(offsets[-1] + n)
+    return offsets
 
 
 def _at(x: Tensor | None, dims: int) -> tuple[int, ...]:
     if x is None:
         return (0,) * (dims + 1)
     size = x.element_size()
-    return (x.data_ptr(), *(s * size for s in x.stride()[:dims]))
+    return (x.data_ptr(), *[s * size for s in x.stride()[:dims]])
 
 
 def planes_at(store: LayerStore) -> PlanesAt:
     """Locate a store's planes and scales."""
-    return PlanesAt(
-        *_at(store.high, 3), *_at(store.low, 3), *_at(store.row_scale, 2), *_at(store.columns, 3)
+    return PlanesAt._make(
+        (*_at(store.high, 3), *_at(store.low, 3), *_at(store.row_scale, 2), *_at(store.columns, 3))
     )
 
 
 def rings_at(store: LayerStore) -> RingsAt:
     """Locate a store's rings."""
-    fields = (store.k, store.v, store.g, store.w)
-    return RingsAt(*(n for x in fields for n in _at(x, 3)), KIND[store.spec.ring_dtype])
+    k, v, g, w = (_at(x, 3) for x in (store.k, store.v, store.g, store.w))
+    return RingsAt._make((*k, *v, *g, *w, KIND[store.spec.ring_dtype]))
 
 
 def readable(x: Tensor, dims: int) -> Tensor:
@@ -245,57 +304,15 @@ def block_at(block: Block, out: Tensor) -> tuple[BlockAt, list[Tensor]]:
     """Locate a block and its output; the list keeps converted inputs alive during the call."""
     fields = [readable(x, 3) for x in (block.q, block.k, block.v, block.g, block.w)]
     numbers = [n for x in (*fields, out) for n in (*_at(x, 3), KIND[x.dtype])]
-    return BlockAt(*numbers, block.tokens), fields
+    return BlockAt._make((*numbers, block.tokens)), fields
 
 
-def scratch_of(at: Geometry, tokens: int) -> Scratch:
-    """Lay out one thread's scratch."""
-    entries, window, key = at.ring_len, at.window, at.padded_key
-    row, value = padded(entries), at.padded_value
-    channel = key if at.per_channel else 0
-    floats = (
-        entries * key,
-        entries * key if at.per_channel else row,
-        row,
-        tokens * key,
-        tokens * key,
-        tokens * row,
-        tokens * row,
-        tokens * value,
-        tokens * value,
-        window * channel if channel else padded(window),
-        window * channel if channel else padded(window),
-        window * padded(window),
-        window * LANES,
-        LANES * key,
-        *[key] * 5,
-    )
-    return Scratch(*_offsets(floats))
-
-
-def standard_at(state: Tensor, block: Block, write: Write) -> StandardAt:
-    """Locate a standard state and lay out one thread's scratch."""
+def standard_at(state: Tensor, block: Block, write: Write) -> tuple[StandardAt, int]:
+    """Locate a standard state and lay out one thread's scratch; also return its bytes."""
     _, value_heads, value_dim, key_dim = state.shape
-    tokens, key, value = block.tokens, padded(key_dim), padded(value_dim)
-    sizes = (*[tokens * key] * 4, tokens * value, 2 * tokens, tokens * value, 8)
-    return StandardAt(
-        block.q.shape[2],
-        value_heads,
-        key_dim,
-        value_dim,
-        key,
-        value,
-        int(write is Write.DELTA),
-        int(block.g.ndim == 4),
-        *_at(state, 3),
-        KIND[state.dtype],
-        *_offsets(sizes),
-    )
-
-
-def _offsets(floats: tuple[int, ...]) -> list[int]:
-    # byte offsets of consecutive fp32 arrays that start on whole lanes, then the end of the last
-    offsets = [0]
-    for n in floats:
-        offsets.append(offsets[-1] + 4 * padded(n))
-    return offsets
+    tokens, key, value = block.tokens, row_bytes(key_dim), row_bytes(value_dim)
+    sizes = (*[tokens * key] * 4, tokens * value, row_bytes(2 * tokens), tokens * value, 4 * LANES)
+    *offsets, end = _offsets(sizes)
+    heads = (block.q.shape[2], value_heads, key_dim, value_dim, key, value)
+    kinds = (int(write is Write.DELTA), int(block.g.ndim == 4))
+    return StandardAt._make((*heads, *kinds, *_at(state, 3), KIND[state.dtype], *offsets)), end

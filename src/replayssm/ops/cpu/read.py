@@ -16,60 +16,77 @@ from replayssm.ops.cpu.common import (
     plane_q24,
     plane_s32,
 )
-from replayssm.ops.cpu.vector import LANES, Vec, device, fma, inlined, load, prefetch, put, total, totals4, totals8, zero
+from replayssm.ops.cpu.layout import Geometry, HeadAt, Scratch
+from replayssm.ops.cpu.vector import (
+    LANES,
+    Vec,
+    device,
+    fma,
+    inlined,
+    load,
+    prefetch,
+    put,
+    total,
+    totals4,
+    totals8,
+    zero,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Four = tuple[Vec, Vec, Vec, Vec]
-    Eight = tuple[Vec, Vec, Vec, Vec, Vec, Vec, Vec, Vec]
+
+# bytes between what is read and what is fetched: pages are small, and a prefetcher stops at each
+
+AHEAD = 2048
+LINE = 64
 
 
-# bytes between what is read and what is fetched: about a memory latency of work
-AHEAD = 4096
+@device
+def fetch_bytes(address: int, nbytes: int) -> None:
+    """Fetch consecutive bytes into the cache."""
+    for line in range(0, nbytes, LINE):
+        prefetch(address + line)
 
 
 def make_dots(
     plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int = 0
-) -> Callable[..., None]:
-    """Return ``dots`` for one way of reading planes, of so many bytes an element.
+) -> Callable[[int, int, int, int, int, int, int, int, int, int, int], None]:
+    """Return ``dots`` for one way of reading planes, of so many bytes an element (0: cached).
 
-    Every result has one accumulator, fed with key chunks in ascending order, whatever the tile: so a
-    result does not depend on the number of rows or queries beside it.
+    Every result has one accumulator, fed with key chunks in ascending order, whatever the tile: so
+    a result does not depend on the number of rows or queries beside it.
     """
 
     @inlined
-    def eight(high: int, step: int, low: int, low_step: int, q: Vec, i: int, n: int, sums: Eight) -> Eight:
-        a, b, c, d, e, f, g, h = sums
-        a = fma(plane(high, low, i, n), q, a)
-        b = fma(plane(high + step, low + low_step, i, n), q, b)
-        c = fma(plane(high + 2 * step, low + 2 * low_step, i, n), q, c)
-        d = fma(plane(high + 3 * step, low + 3 * low_step, i, n), q, d)
-        e = fma(plane(high + 4 * step, low + 4 * low_step, i, n), q, e)
-        f = fma(plane(high + 5 * step, low + 5 * low_step, i, n), q, f)
-        g = fma(plane(high + 6 * step, low + 6 * low_step, i, n), q, g)
-        h = fma(plane(high + 7 * step, low + 7 * low_step, i, n), q, h)
-        return a, b, c, d, e, f, g, h
-
-    @inlined
     def fetch(high: int, low: int, i: int) -> None:
-        # a block of rows is read along several lines at once, which no hardware prefetcher follows
-        for line in range(2 * high_size):
-            prefetch(high + AHEAD + 8 * high_size * i + 64 * line)
-        for line in range(2 * low_size):
-            prefetch(low + AHEAD + 8 * low_size * i + 64 * line)
+        # once a line; a remainder of the modulo is known when the loop is unrolled
+        if high_size and i * high_size % LINE == 0:
+            prefetch(high + AHEAD + high_size * i)
+        if low_size and i * low_size % LINE == 0:
+            prefetch(low + AHEAD + low_size * i)
 
     @inlined
-    def eight_rows(high: int, step: int, low: int, low_step: int, x: int, keys: int, to: int) -> None:
-        whole = keys // LANES * LANES
-        o = zero()
-        sums = (o, o, o, o, o, o, o, o)
+    def one(high: int, low: int, x: int, keys: int) -> Vec:
+        a, whole = zero(), keys // LANES * LANES
         for i in range(0, whole, LANES):
             fetch(high, low, i)
-            sums = eight(high, step, low, low_step, load(x + 4 * i), i, LANES, sums)
+            a = fma(plane(high, low, i, LANES), load(x + 4 * i), a)
         if whole < keys:
-            sums = eight(high, step, low, low_step, load(x + 4 * whole), whole, keys - whole, sums)
-        a, b, c, d, e, f, g, h = sums
+            a = fma(plane(high, low, whole, keys - whole), load(x + 4 * whole), a)
+        return a
+
+    @device
+    def eight_rows(high: int, step: int, low: int, rest: int, x: int, keys: int, to: int) -> None:
+        a = one(high, low, x, keys)
+        b = one(high + step, low + rest, x, keys)
+        c = one(high + 2 * step, low + 2 * rest, x, keys)
+        d = one(high + 3 * step, low + 3 * rest, x, keys)
+        e = one(high + 4 * step, low + 4 * rest, x, keys)
+        f = one(high + 5 * step, low + 5 * rest, x, keys)
+        g = one(high + 6 * step, low + 6 * rest, x, keys)
+        h = one(high + 7 * step, low + 7 * rest, x, keys)
         totals8(to, a, b, c, d, e, f, g, h)
 
     @inlined
@@ -78,48 +95,56 @@ def make_dots(
         return fma(row, p, a), fma(row, q, b), fma(row, r, c), fma(row, s, d)
 
     @inlined
-    def four_by_four(
-        high: int, step: int, low: int, low_step: int, x: int, x_step: int, keys: int, to: int, to_step: int
-    ) -> None:
-        o = zero()
-        s0, s1, s2, s3 = (o, o, o, o), (o, o, o, o), (o, o, o, o), (o, o, o, o)
-        whole = keys // LANES * LANES
-        for i in range(0, whole, LANES):
-            at = x + 4 * i
-            fetch(high, low, i)
-            p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
-            s0 = four(plane(high, low, i, LANES), p, q, r, s, s0)
-            s1 = four(plane(high + step, low + low_step, i, LANES), p, q, r, s, s1)
-            s2 = four(plane(high + 2 * step, low + 2 * low_step, i, LANES), p, q, r, s, s2)
-            s3 = four(plane(high + 3 * step, low + 3 * low_step, i, LANES), p, q, r, s, s3)
-        if whole < keys:
-            n, at = keys - whole, x + 4 * whole
-            p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
-            s0 = four(plane(high, low, whole, n), p, q, r, s, s0)
-            s1 = four(plane(high + step, low + low_step, whole, n), p, q, r, s, s1)
-            s2 = four(plane(high + 2 * step, low + 2 * low_step, whole, n), p, q, r, s, s2)
-            s3 = four(plane(high + 3 * step, low + 3 * low_step, whole, n), p, q, r, s, s3)
-        totals4(to, s0[0], s1[0], s2[0], s3[0])
-        totals4(to + to_step, s0[1], s1[1], s2[1], s3[1])
-        totals4(to + 2 * to_step, s0[2], s1[2], s2[2], s3[2])
-        totals4(to + 3 * to_step, s0[3], s1[3], s2[3], s3[3])
+    def chunk(
+        high: int,
+        step: int,
+        low: int,
+        rest: int,
+        x: int,
+        x_step: int,
+        i: int,
+        n: int,
+        sums: tuple[Four, Four, Four, Four],
+    ) -> tuple[Four, Four, Four, Four]:
+        at = x + 4 * i
+        p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
+        a, b, c, d = sums
+        a = four(plane(high, low, i, n), p, q, r, s, a)
+        b = four(plane(high + step, low + rest, i, n), p, q, r, s, b)
+        c = four(plane(high + 2 * step, low + 2 * rest, i, n), p, q, r, s, c)
+        d = four(plane(high + 3 * step, low + 3 * rest, i, n), p, q, r, s, d)
+        return a, b, c, d
 
-    @inlined
-    def one_row(high: int, low: int, x: int, keys: int) -> float:
-        a = zero()
-        whole = keys // LANES * LANES
+    @device
+    def four_by_four(
+        high: int,
+        step: int,
+        low: int,
+        rest: int,
+        x: int,
+        x_step: int,
+        keys: int,
+        to: int,
+        to_step: int,
+    ) -> None:
+        o, whole = zero(), keys // LANES * LANES
+        sums = ((o, o, o, o), (o, o, o, o), (o, o, o, o), (o, o, o, o))
         for i in range(0, whole, LANES):
-            a = fma(plane(high, low, i, LANES), load(x + 4 * i), a)
+            sums = chunk(high, step, low, rest, x, x_step, i, LANES, sums)
         if whole < keys:
-            a = fma(plane(high, low, whole, keys - whole), load(x + 4 * whole), a)
-        return total(a)
+            sums = chunk(high, step, low, rest, x, x_step, whole, keys - whole, sums)
+        a, b, c, d = sums
+        totals4(to, a[0], b[0], c[0], d[0])
+        totals4(to + to_step, a[1], b[1], c[1], d[1])
+        totals4(to + 2 * to_step, a[2], b[2], c[2], d[2])
+        totals4(to + 3 * to_step, a[3], b[3], c[3], d[3])
 
     @device
     def dots(
         high: int,
         step: int,
         low: int,
-        low_step: int,
+        rest: int,
         rows: int,
         x: int,
         x_step: int,
@@ -129,27 +154,25 @@ def make_dots(
         to_step: int,
     ) -> None:
         whole, fours = rows // 8 * 8, queries // 4 * 4
-        for row in range(0, whole, 8):
-            at, rest = high + row * step, low + row * low_step
+        for r in range(0, whole, 8):
+            at, below = high + r * step, low + r * rest
             for t in range(0, fours, 4):
-                y, z = x + t * x_step, to + t * to_step + 4 * row
-                four_by_four(at, step, rest, low_step, y, x_step, keys, z, to_step)
-                at4, rest4 = at + 4 * step, rest + 4 * low_step
-                four_by_four(at4, step, rest4, low_step, y, x_step, keys, z + 16, to_step)
+                y, z = x + t * x_step, to + t * to_step + 4 * r
+                four_by_four(at, step, below, rest, y, x_step, keys, z, to_step)
+                at4, below4 = at + 4 * step, below + 4 * rest
+                four_by_four(at4, step, below4, rest, y, x_step, keys, z + 16, to_step)
             for t in range(fours, queries):
-                y = x + t * x_step
-                eight_rows(at, step, rest, low_step, y, keys, to + t * to_step + 4 * row)
-        for row in range(whole, rows):
-            at, rest = high + row * step, low + row * low_step
+                eight_rows(at, step, below, rest, x + t * x_step, keys, to + t * to_step + 4 * r)
+        for r in range(whole, rows):
+            at, below = high + r * step, low + r * rest
             for t in range(queries):
-                put(to + t * to_step + 4 * row, one_row(at, rest, x + t * x_step, keys))
+                put(to + t * to_step + 4 * r, total(one(at, below, x + t * x_step, keys)))
 
     return dots
 
 
-# scratch is in the nearest cache already
-dots_f32 = make_dots(plane_f32, 0)
-_dots_state = make_dots(plane_f32, 4)
+dots_scratch = make_dots(plane_f32, 0)
+_dots_f32 = make_dots(plane_f32, 4)
 _dots_bf16 = make_dots(plane_bf16, 2)
 _dots_i8 = make_dots(plane_i8, 1)
 _dots_s32 = make_dots(plane_s32, 2, 2)
@@ -158,36 +181,25 @@ _dots_q16 = make_dots(plane_q16, 1, 1)
 
 
 @device
-def read_rows(
-    fmt: int,
-    full: int,
-    high: int,
-    high_row: int,
-    low: int,
-    low_row: int,
-    rows: int,
-    x: int,
-    x_row: int,
-    queries: int,
-    keys: int,
-    to: int,
-    to_row: int,
-) -> None:
+def read_rows(at: Geometry, s: Scratch, here: HeadAt, tokens: int, is_full: int) -> None:
     """Write ``S_0 x_t`` of every value row and query, without row scales.
 
-    Reads the planes of ``rows`` rows once from memory: 4 bytes an element for ``f32``, 2 for ``bf16``
-    and a high ``s32``, 1 for a high ``q24`` or ``q16``; full reads add the low plane (2, 2, 1). The x
-    of scaled formats has been multiplied by the column scales.
+    Reads the planes of the head once from memory: 4 bytes an element for ``f32``, 2 for ``bf16``
+    and a high ``s32``, 1 for a high ``q24`` or ``q16``; full reads add the low plane (2, 2, 1). The
+    x of scaled formats has been multiplied by the column scales.
     """
+    high, row, low, rest, rows = here.high, here.high_row, here.low, here.low_row, at.value_dim
+    x, x_row, keys, to, to_row = s.x, at.key_row, at.key_dim, s.sums, at.value_row
+    fmt = at.format
     if fmt == FMT_F32:
-        _dots_state(high, high_row, low, low_row, rows, x, x_row, queries, keys, to, to_row)
-    elif fmt == FMT_BF16 or (fmt == FMT_S32 and not full):
-        _dots_bf16(high, high_row, low, low_row, rows, x, x_row, queries, keys, to, to_row)
+        _dots_f32(high, row, low, rest, rows, x, x_row, tokens, keys, to, to_row)
+    elif fmt == FMT_BF16 or (fmt == FMT_S32 and not is_full):
+        _dots_bf16(high, row, low, rest, rows, x, x_row, tokens, keys, to, to_row)
     elif fmt == FMT_S32:
-        _dots_s32(high, high_row, low, low_row, rows, x, x_row, queries, keys, to, to_row)
-    elif not full:
-        _dots_i8(high, high_row, low, low_row, rows, x, x_row, queries, keys, to, to_row)
+        _dots_s32(high, row, low, rest, rows, x, x_row, tokens, keys, to, to_row)
+    elif not is_full:
+        _dots_i8(high, row, low, rest, rows, x, x_row, tokens, keys, to, to_row)
     elif fmt == FMT_Q24:
-        _dots_q24(high, high_row, low, low_row, rows, x, x_row, queries, keys, to, to_row)
+        _dots_q24(high, row, low, rest, rows, x, x_row, tokens, keys, to, to_row)
     else:
-        _dots_q16(high, high_row, low, low_row, rows, x, x_row, queries, keys, to, to_row)
+        _dots_q16(high, row, low, rest, rows, x, x_row, tokens, keys, to, to_row)

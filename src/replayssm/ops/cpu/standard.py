@@ -19,6 +19,7 @@ from replayssm.ops.cpu.common import (
     width,
 )
 from replayssm.ops.cpu.layout import BlockAt, StandardAt
+from replayssm.ops.cpu.read import AHEAD, LINE
 from replayssm.ops.cpu.vector import (
     LANES,
     device,
@@ -45,19 +46,33 @@ if TYPE_CHECKING:
     from replayssm.ops.cpu.vector import Vec
 
     Counts = NDArray[np.int64]
-    Eight = tuple[Vec, Vec, Vec, Vec, Vec, Vec, Vec, Vec]
 
 
 @device
 def prepare_token(at: StandardAt, blk: BlockAt, base: int, row: int, head: int, t: int) -> None:
     """Fill key, decay, decayed key, decayed query, value, strength and k . q of one token."""
-    key_head, step = head // (at.value_heads // at.key_heads), 4 * at.padded_key
+    key_head, step = head // (at.value_heads // at.key_heads), at.key_row
     key = base + at.key + t * step
-    copy_in(key, blk.k + row * blk.k_row + t * blk.k_token + key_head * blk.k_head, blk.k_kind, at.key_dim)
+    copy_in(
+        key,
+        blk.k + row * blk.k_row + t * blk.k_token + key_head * blk.k_head,
+        blk.k_kind,
+        at.key_dim,
+    )
     query = base + at.query + t * step
-    copy_in(query, blk.q + row * blk.q_row + t * blk.q_token + key_head * blk.q_head, blk.q_kind, at.key_dim)
-    value = base + at.value + t * 4 * at.padded_value
-    copy_in(value, blk.v + row * blk.v_row + t * blk.v_token + head * blk.v_head, blk.v_kind, at.value_dim)
+    copy_in(
+        query,
+        blk.q + row * blk.q_row + t * blk.q_token + key_head * blk.q_head,
+        blk.q_kind,
+        at.key_dim,
+    )
+    value = base + at.value + t * at.value_row
+    copy_in(
+        value,
+        blk.v + row * blk.v_row + t * blk.v_token + head * blk.v_head,
+        blk.v_kind,
+        at.value_dim,
+    )
     g = blk.g + row * blk.g_row + t * blk.g_token + head * blk.g_head
     w = blk.w + row * blk.w_row + t * blk.w_token + head * blk.w_head
     put(base + at.strength + 8 * t, scalar_as(w, blk.w_kind))
@@ -76,85 +91,87 @@ def prepare_token(at: StandardAt, blk: BlockAt, base: int, row: int, head: int, 
     put(base + at.strength + 8 * t + 4, total(match))
 
 
-# bytes between what is read and what is fetched: about a memory latency of work
-AHEAD = 4096
-
-
 def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return (four rows, one row) for one element type of the state.
 
-    Both advance rows by one token: ``y = (S D) q + u (k . q)``, ``S <- S D + u k``. The first sweep reads
-    a row for both products, the second rewrites it from the nearest cache; each row is summed in the
-    same order in both.
+    Both advance rows by one token: ``y = (S D) q + u (k . q)``, ``S <- S D + u k``. An additive
+    write knows u beforehand and needs one sweep; a delta write sweeps twice, the second time in the
+    nearest cache. A row is summed in the same order in both.
     """
     size = 4 if kind == IS_F32 else 2
 
     @inlined
-    def see(p: int, step: int, q: Vec, k: Vec, n: int, is_delta: int, sums: Eight) -> Eight:
-        a, b, c, d, e, f, g, h = sums
-        s0, s1 = load_as(p, kind, n), load_as(p + step, kind, n)
-        s2, s3 = load_as(p + 2 * step, kind, n), load_as(p + 3 * step, kind, n)
-        a, b, c, d = fma(s0, q, a), fma(s1, q, b), fma(s2, q, c), fma(s3, q, d)
-        if is_delta:
-            e, f, g, h = fma(s0, k, e), fma(s1, k, f), fma(s2, k, g), fma(s3, k, h)
-        return a, b, c, d, e, f, g, h
+    def see(p: int, query: int, seen: int, keys: int) -> tuple[Vec, Vec]:
+        a, e, whole = zero(), zero(), keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            if size * i % LINE == 0:
+                prefetch(p + size * i + AHEAD)
+            s = load_as(p + size * i, kind, LANES)
+            a, e = fma(s, load(query + 4 * i), a), fma(s, load(seen + 4 * i), e)
+        if whole < keys:
+            s = load_as(p + size * whole, kind, keys - whole)
+            a, e = fma(s, load(query + 4 * whole), a), fma(s, load(seen + 4 * whole), e)
+        return a, e
 
     @inlined
-    def rewrite(p: int, u: Vec, k: Vec, decay: Vec, n: int) -> None:
-        store_as(p, kind, fma(u, k, mul(load_as(p, kind, n), decay)), n)
+    def rewrite(p: int, u: Vec, key: int, decay: int, query: int, i: int, n: int, a: Vec) -> Vec:
+        s = load_as(p + size * i, kind, n)
+        new = fma(u, load(key + 4 * i), mul(s, load(decay + 4 * i)))
+        store_as(p + size * i, kind, new, n)
+        return fma(s, load(query + 4 * i), a)
+
+    @inlined
+    def sweep(p: int, u: float, key: int, decay: int, query: int, keys: int) -> Vec:
+        a, factor, whole = zero(), splat(u), keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            if size * i % LINE == 0:
+                prefetch(p + size * i + AHEAD)
+            a = rewrite(p, factor, key, decay, query, i, LANES, a)
+        if whole < keys:
+            a = rewrite(p, factor, key, decay, query, whole, keys - whole, a)
+        return a
 
     @device
-    def four_rows(at: StandardAt, state: int, step: int, base: int, t: int, r: int) -> None:
-        row, sums = 4 * at.padded_key, base + at.sums
-        key, query, seen = base + at.key + t * row, base + at.query + t * row, base + at.seen + t * row
-        decay, place = base + at.decay + t * row, t * 4 * at.padded_value + 4 * r
-        keys, whole = at.key_dim, at.key_dim // LANES * LANES
-        o = zero()
-        found = (o, o, o, o, o, o, o, o)
-        for i in range(0, whole, LANES):
-            q, k = load(query + 4 * i), load(seen + 4 * i)
-            for line in range(size):
-                prefetch(state + AHEAD + 4 * size * i + 64 * line)
-            found = see(state + size * i, step, q, k, LANES, at.is_delta, found)
-        if whole < keys:
-            q, k = load(query + 4 * whole), load(seen + 4 * whole)
-            found = see(state + size * whole, step, q, k, keys - whole, at.is_delta, found)
-        totals4(sums, found[0], found[1], found[2], found[3])
-        totals4(sums + 16, found[4], found[5], found[6], found[7])
+    def four_rows(at: StandardAt, p: int, base: int, t: int, r: int) -> None:
+        step, row, keys = at.state_row, t * at.key_row, at.key_dim
+        key, query, seen = base + at.key + row, base + at.query + row, base + at.seen + row
+        decay, sums = base + at.decay + row, base + at.sums
+        place = t * at.value_row + 4 * r
+        value, y = base + at.value + place, base + at.y + place
         w, match = get(base + at.strength + 8 * t), get(base + at.strength + 8 * t + 4)
-        for j in range(4):
-            u = w * (get(base + at.value + place + 4 * j) - get(sums + 16 + 4 * j))
-            put(sums + 16 + 4 * j, u)
-            put(base + at.y + place + 4 * j, get(sums + 4 * j) + u * match)
-        u0, u1 = splat(get(sums + 16)), splat(get(sums + 20))
-        u2, u3 = splat(get(sums + 24)), splat(get(sums + 28))
-        for i in range(0, whole, LANES):
-            p, k, d = state + size * i, load(key + 4 * i), load(decay + 4 * i)
-            rewrite(p, u0, k, d, LANES)
-            rewrite(p + step, u1, k, d, LANES)
-            rewrite(p + 2 * step, u2, k, d, LANES)
-            rewrite(p + 3 * step, u3, k, d, LANES)
-        if whole < keys:
-            p, k, d = state + size * whole, load(key + 4 * whole), load(decay + 4 * whole)
-            rewrite(p, u0, k, d, keys - whole)
-            rewrite(p + step, u1, k, d, keys - whole)
-            rewrite(p + 2 * step, u2, k, d, keys - whole)
-            rewrite(p + 3 * step, u3, k, d, keys - whole)
+        written = sums + 16
+        if at.is_delta:
+            a, e = see(p, query, seen, keys)
+            b, f = see(p + step, query, seen, keys)
+            c, g = see(p + 2 * step, query, seen, keys)
+            d, h = see(p + 3 * step, query, seen, keys)
+            totals4(sums, a, b, c, d)
+            totals4(written, e, f, g, h)
+        for j in range(0, 16, 4):
+            u = get(value + j)
+            if at.is_delta:
+                u = u - get(written + j)
+            put(written + j, w * u)
+        a = sweep(p, get(written), key, decay, query, keys)
+        b = sweep(p + step, get(written + 4), key, decay, query, keys)
+        c = sweep(p + 2 * step, get(written + 8), key, decay, query, keys)
+        d = sweep(p + 3 * step, get(written + 12), key, decay, query, keys)
+        if not at.is_delta:
+            totals4(sums, a, b, c, d)
+        for j in range(0, 16, 4):
+            put(y + j, get(sums + j) + get(written + j) * match)
 
     @device
-    def one_row(at: StandardAt, state: int, base: int, t: int, r: int) -> None:
-        row, place = 4 * at.padded_key, t * 4 * at.padded_value + 4 * r
-        a, e = zero(), zero()
-        for i in range(0, at.key_dim, LANES):
-            s = load_as(state + size * i, kind, at.key_dim - i)
-            a = fma(s, load(base + at.query + t * row + 4 * i), a)
-            if at.is_delta:
-                e = fma(s, load(base + at.seen + t * row + 4 * i), e)
-        u = get(base + at.strength + 8 * t) * (get(base + at.value + place) - total(e))
-        put(base + at.y + place, total(a) + u * get(base + at.strength + 8 * t + 4))
-        for i in range(0, at.key_dim, LANES):
-            k, d = load(base + at.key + t * row + 4 * i), load(base + at.decay + t * row + 4 * i)
-            rewrite(state + size * i, splat(u), k, d, at.key_dim - i)
+    def one_row(at: StandardAt, p: int, base: int, t: int, r: int) -> None:
+        row, keys, place = t * at.key_row, at.key_dim, t * at.value_row + 4 * r
+        key, query, seen = base + at.key + row, base + at.query + row, base + at.seen + row
+        w, match = get(base + at.strength + 8 * t), get(base + at.strength + 8 * t + 4)
+        u = get(base + at.value + place)
+        if at.is_delta:
+            u = u - total(see(p, query, seen, keys)[1])
+        u = w * u
+        a = sweep(p, u, key, base + at.decay + row, query, keys)
+        put(base + at.y + place, total(a) + u * match)
 
     return four_rows, one_row
 
@@ -169,11 +186,11 @@ def advance(at: StandardAt, state: int, base: int, t: int, r: int, rows: int) ->
     """Advance ``rows`` (4 or 1) rows by one token."""
     if rows == 4:
         if at.kind == IS_F32:
-            _four_f32(at, state, at.state_row, base, t, r)
+            _four_f32(at, state, base, t, r)
         elif at.kind == IS_BF16:
-            _four_bf16(at, state, at.state_row, base, t, r)
+            _four_bf16(at, state, base, t, r)
         else:
-            _four_f16(at, state, at.state_row, base, t, r)
+            _four_f16(at, state, base, t, r)
     elif at.kind == IS_F32:
         _one_f32(at, state, base, t, r)
     elif at.kind == IS_BF16:
@@ -183,7 +200,9 @@ def advance(at: StandardAt, state: int, base: int, t: int, r: int, rows: int) ->
 
 
 @device
-def standard_item(at: StandardAt, blk: BlockAt, base: int, slot: int, length: int, row: int, head: int) -> None:
+def standard_item(
+    at: StandardAt, blk: BlockAt, base: int, slot: int, length: int, row: int, head: int
+) -> None:
     """Advance one head of one row through its block, four rows at a time for all tokens."""
     for t in range(length):
         prepare_token(at, blk, base, row, head, t)
@@ -197,15 +216,17 @@ def standard_item(at: StandardAt, blk: BlockAt, base: int, slot: int, length: in
             advance(at, state + r * at.state_row, base, t, r, 1)
     for t in range(blk.tokens):
         to = blk.out + row * blk.out_row + t * blk.out_token + head * blk.out_head
-        y = base + at.y + t * 4 * at.padded_value
+        y = base + at.y + t * at.value_row
         if t >= length:
-            for i in range(0, 4 * at.padded_value, 4 * LANES):
+            for i in range(0, at.value_row, 4 * LANES):
                 store(y + i, zero())
         copy_out(to, blk.out_kind, y, at.value_dim)
 
 
 @device
-def standard_share(at: StandardAt, blk: BlockAt, base: int, counts: Counts, share: int, shares: int) -> None:
+def standard_share(
+    at: StandardAt, blk: BlockAt, base: int, counts: Counts, share: int, shares: int
+) -> None:
     """Run one share: a run of neighbouring heads of every row."""
     for row in range(counts.shape[1]):
         part = (share + row) % shares
@@ -214,17 +235,19 @@ def standard_share(at: StandardAt, blk: BlockAt, base: int, counts: Counts, shar
             standard_item(at, blk, base, counts[0, row], length, row, head)
 
 
-@numba.njit(nogil=True, error_model="numpy", cache=True)  # type: ignore[untyped-decorator]
+@numba.njit(nogil=True, error_model="numpy", cache=True)
 def standard_serial(at: StandardAt, blk: BlockAt, base: int, counts: Counts) -> None:
     """Run a standard step in the calling thread; ``counts`` is ``[2, B]``: slots, lengths."""
     standard_share(at, blk, base, counts, 0, 1)
 
 
-@numba.njit(nogil=True, error_model="numpy", cache=True, parallel=True)  # type: ignore[untyped-decorator]
-def standard_parallel(at: StandardAt, blk: BlockAt, base: int, counts: Counts, shares: int) -> None:
+@numba.njit(nogil=True, error_model="numpy", cache=True, parallel=True)
+def standard_parallel(
+    at: StandardAt, blk: BlockAt, base: int, size: int, counts: Counts, shares: int
+) -> None:
     """Run a standard step in ``shares`` shares, with scratch for every share.
 
     Memory per step and element: 4 bytes read and 4 written for fp32, 2 and 2 for bf16.
     """
     for share in numba.prange(shares):
-        standard_share(at, blk, base + share * at.size, counts, share, shares)
+        standard_share(at, blk, base + share * size, counts, share, shares)

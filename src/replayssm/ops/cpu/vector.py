@@ -1,10 +1,10 @@
 """Sixteen fp32 lanes as a compiled value, so that the order of every sum is written down.
 
 An auto-vectorised reduction may be summed in another order in another kernel, on another machine or
-for another batch. Here each kernel says its order: one accumulator per (value row, query), key chunks
-of 16 in ascending order, then the tree of :func:`total`. That is what makes outputs independent of T
-and of the batch, and equal for formats that decode to equal numbers. LLVM splits the lanes where
-registers are narrower; the results are the same.
+for another batch. Here each kernel says its order: one accumulator per (value row, query), key
+chunks of 16 in ascending order, then the tree of :func:`total`. That makes outputs independent of T
+and of the batch, and equal for formats that decode to equal numbers. Where registers are narrower
+the compiler splits the lanes; results are the same.
 
 Addresses are plain int64, so any stride is served by one compiled specialisation.
 """
@@ -15,6 +15,7 @@ import struct
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic, models, register_model
@@ -43,7 +44,7 @@ class Vec:
     """Static stand-in for sixteen fp32 lanes; exists in compiled code only."""
 
 
-class VecType(types.Type):  # type: ignore[misc]
+class VecType(types.Type):
     """Numba type of :class:`Vec`."""
 
     def __init__(self) -> None:
@@ -53,10 +54,10 @@ class VecType(types.Type):  # type: ignore[misc]
 vec = VecType()
 
 
-@register_model(VecType)  # type: ignore[untyped-decorator]
-class _VecModel(models.PrimitiveModel):  # type: ignore[misc]
+@register_model(VecType)
+class _VecModel(models.PrimitiveModel):
     def __init__(self, manager: Any, frontend: Any) -> None:  # noqa: ANN401
-        super().__init__(manager, frontend, F32)
+        super().__init__(manager, frontend, F32)  # type: ignore[no-untyped-call]
 
 
 def device(function: F) -> F:
@@ -67,6 +68,11 @@ def device(function: F) -> F:
 def inlined(function: F) -> F:
     """Compile a small function into its callers: a call would spill every lane to memory."""
     return cast("F", numba.njit(forceinline=True, **INNER)(function))
+
+
+def single(value: float) -> float:
+    """Return an fp32 constant: a bare literal would turn the kernel's arithmetic into fp64."""
+    return cast("float", np.float32(value))
 
 
 def define(result: types.Type, params: Sequence[types.Type], emit: Callable[..., Any]) -> Any:  # noqa: ANN401
@@ -123,7 +129,7 @@ def lane_mask(builder: Any, count: Any) -> Any:  # noqa: ANN401
 
 
 def read_lanes(builder: Any, address: Any, kind: ir.VectorType, count: Any = None) -> Any:  # noqa: ANN401
-    """Load lanes; with ``count``, memory behind the first ``count`` is not touched and reads as 0."""
+    """Load lanes; with ``count``, lanes from ``count`` on are not touched and read as 0."""
     pointer = builder.inttoptr(address, ir.PointerType(kind))
     if count is None:
         return builder.load(pointer, align=1)
@@ -218,7 +224,10 @@ def _exp(builder: Any, x: Any) -> Any:  # noqa: ANN401
     inside = builder.select(builder.fcmp_ordered(">", x, low), x, low)
     inside = builder.select(builder.fcmp_ordered("<", inside, high), inside, high)
     n = call(
-        builder, "llvm.rint.v16f32", F32, builder.fmul(inside, constant(F32, 1.44269502162933349609375))
+        builder,
+        "llvm.rint.v16f32",
+        F32,
+        builder.fmul(inside, constant(F32, 1.44269502162933349609375)),
     )
     r = muladd(n, constant(F32, -0.693359375), inside)
     r = muladd(n, constant(F32, 2.1219444170128554e-4), r)
@@ -295,7 +304,9 @@ get: Callable[[int], float] = define(
     f32, (i64,), lambda b, p: b.load(b.inttoptr(p, ir.PointerType(ir.FloatType())), align=1)
 )
 put: Callable[[int, float], None] = define(
-    none, (i64, f32), lambda b, p, x: (b.store(x, b.inttoptr(p, ir.PointerType(ir.FloatType())), align=1), None)[1]
+    none,
+    (i64, f32),
+    lambda b, p, x: (b.store(x, b.inttoptr(p, ir.PointerType(ir.FloatType())), align=1), None)[1],
 )
 prefetch: Callable[[int], None] = define(none, (i64,), _prefetch)
 bits_to_float: Callable[[int], float] = define(

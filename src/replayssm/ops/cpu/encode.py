@@ -1,0 +1,232 @@
+"""Rows of a checkpoint between planes and fp32 scratch, and the scales of fixed-point formats.
+
+Decoding computes what ``formats.decode`` computes, and encoding gives the same bits as
+``formats.encode``: planes, row scales and column scales.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from replayssm.formats import COLUMN_SCALE_MAX, COLUMN_SCALE_MIN, HIGH_MAX, ROW_SCALE_MIN
+from replayssm.ops.cpu.common import (
+    FMT_BF16,
+    FMT_F32,
+    FMT_Q24,
+    FMT_S32,
+    IS_BF16,
+    clear,
+    load_as,
+    plane_bf16,
+    plane_f32,
+    plane_q16,
+    plane_q24,
+    plane_s32,
+    put_bf16,
+    put_f32,
+    put_q16,
+    put_q24,
+    put_s32,
+    store_as,
+)
+from replayssm.ops.cpu.layout import Geometry, HeadAt
+from replayssm.ops.cpu.read import fetch_bytes
+from replayssm.ops.cpu.vector import (
+    LANES,
+    absolute,
+    at_least,
+    at_most,
+    bits_to_float,
+    device,
+    div,
+    finite_or_zero,
+    get,
+    largest,
+    largest_bits,
+    load,
+    mul,
+    positive_or,
+    put,
+    single,
+    splat,
+    store,
+    zero,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from replayssm.ops.cpu.vector import Vec
+
+    Plane = Callable[[int, int, int, int], Vec]
+    PutLanes = Callable[[int, int, int, Vec, int], None]
+
+ZERO, ONE, NAN = single(0.0), single(1.0), single(float("nan"))
+INFINITY_BITS = np.uint32(0x7F800000)
+SCALE_MIN, SCALE_MAX = single(COLUMN_SCALE_MIN), single(COLUMN_SCALE_MAX)
+ROW_MIN, HIGHEST = single(ROW_SCALE_MIN), single(HIGH_MAX)
+BF16_MAX = single(3.3895313892515355e38)
+LEVELS_Q24, LEVELS_Q16 = single(2.0**16), single(2.0**8)
+UNIT_Q24, UNIT_Q16 = single(2.0**-16), single(2.0**-8)
+
+
+@device
+def renew_columns(columns: int, inverse: int, amax: int, keys: int) -> None:
+    """Turn collected column amaxes (bf16) into column scales in place; start a new collection."""
+    top = zero()
+    for i in range(0, keys, LANES):
+        top = largest(top, load_as(columns + 2 * i, IS_BF16, keys - i))
+    other = bits_to_float(largest_bits(top))
+    if not other > ZERO:
+        other = ONE
+    for i in range(0, keys, LANES):
+        scale = positive_or(load_as(columns + 2 * i, IS_BF16, keys - i), other)
+        scale = at_least(at_most(scale, SCALE_MAX), SCALE_MIN)
+        store_as(columns + 2 * i, IS_BF16, scale, keys - i)
+        store(inverse + 4 * i, div(splat(ONE), scale))
+    clear(amax, keys)
+
+
+@device
+def collect_amax(amax: int, block: int, rows: int, row: int) -> None:
+    """Raise column amaxes by the finite magnitudes of decoded rows."""
+    for i in range(0, row, 4 * LANES):
+        top = load(amax + i)
+        for r in range(rows):
+            top = largest(top, absolute(finite_or_zero(load(block + r * row + i))))
+        store(amax + i, top)
+
+
+@device
+def store_amax(columns: int, amax: int, keys: int) -> None:
+    """Write collected column amaxes as bf16, to nearest even; none becomes infinite."""
+    for i in range(0, keys, LANES):
+        store_as(columns + 2 * i, IS_BF16, at_most(load(amax + 4 * i), BF16_MAX), keys - i)
+
+
+def make_decode(plane: Plane) -> Callable[[int, int, int, int], None]:
+    """Return the decoder of one row of an unscaled format."""
+
+    @device
+    def decode(to: int, high: int, low: int, keys: int) -> None:
+        whole = keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            store(to + 4 * i, plane(high, low, i, LANES))
+        if whole < keys:
+            store(to + 4 * whole, plane(high, low, whole, keys - whole))
+
+    return decode
+
+
+def make_decode_fixed(plane: Plane) -> Callable[[int, int, int, float, int, int], None]:
+    """Return the decoder of one fixed-point row; ``unit`` is its row scale times 2^-m."""
+
+    @device
+    def decode(to: int, high: int, low: int, unit: float, column: int, keys: int) -> None:
+        factor, whole = splat(unit), keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            store(to + 4 * i, mul(mul(plane(high, low, i, LANES), factor), load(column + 4 * i)))
+        if whole < keys:
+            last = mul(plane(high, low, whole, keys - whole), factor)
+            store(to + 4 * whole, mul(last, load(column + 4 * whole)))
+
+    return decode
+
+
+def make_encode(put_lanes: PutLanes) -> Callable[[int, int, int, int], None]:
+    """Return the encoder of one row of an unscaled format."""
+
+    @device
+    def encode(at: int, high: int, low: int, keys: int) -> None:
+        whole = keys // LANES * LANES
+        for i in range(0, whole, LANES):
+            put_lanes(high, low, i, load(at + 4 * i), LANES)
+        if whole < keys:
+            put_lanes(high, low, whole, load(at + 4 * whole), keys - whole)
+
+    return encode
+
+
+def make_encode_fixed(
+    put_lanes: PutLanes, levels: float
+) -> Callable[[int, int, int, int, int, int], None]:
+    """Return the encoder of one fixed-point row."""
+
+    @device
+    def encode(at: int, high: int, low: int, scale: int, inverse: int, keys: int) -> None:
+        top, whole = zero(), keys // LANES * LANES
+        for i in range(0, keys, LANES):
+            top = largest(top, absolute(mul(load(at + 4 * i), load(inverse + 4 * i))))
+        bits = largest_bits(top)
+        row_scale = bits_to_float(bits) / HIGHEST
+        if bits >= INFINITY_BITS or row_scale < ROW_MIN:
+            put(scale, NAN if bits >= INFINITY_BITS else ZERO)
+            for i in range(0, keys, LANES):
+                put_lanes(high, low, i, zero(), keys - i)
+            return
+        put(scale, row_scale)
+        steps = splat(levels / row_scale)
+        for i in range(0, whole, LANES):
+            normal = mul(load(at + 4 * i), load(inverse + 4 * i))
+            put_lanes(high, low, i, mul(normal, steps), LANES)
+        if whole < keys:
+            normal = mul(load(at + 4 * whole), load(inverse + 4 * whole))
+            put_lanes(high, low, whole, mul(normal, steps), keys - whole)
+
+    return encode
+
+
+_decode_f32, _encode_f32 = make_decode(plane_f32), make_encode(put_f32)
+_decode_bf16, _encode_bf16 = make_decode(plane_bf16), make_encode(put_bf16)
+_decode_s32, _encode_s32 = make_decode(plane_s32), make_encode(put_s32)
+_decode_q24, _encode_q24 = make_decode_fixed(plane_q24), make_encode_fixed(put_q24, LEVELS_Q24)
+_decode_q16, _encode_q16 = make_decode_fixed(plane_q16), make_encode_fixed(put_q16, LEVELS_Q16)
+
+
+@device
+def decode_rows(at: Geometry, here: HeadAt, column: int, first: int, rows: int, block: int) -> None:
+    """Decode up to 16 rows from both planes to fp32; rows that do not exist become 0."""
+    keys, row, fmt = at.key_dim, at.key_row, at.format
+    high, low = here.high + first * here.high_row, here.low + first * here.low_row
+    for r in range(LANES):
+        to, top, rest = block + r * row, high + r * here.high_row, low + r * here.low_row
+        if r >= rows:
+            clear(to, keys)
+        elif fmt == FMT_F32:
+            _decode_f32(to, top, rest, keys)
+        elif fmt == FMT_BF16:
+            _decode_bf16(to, top, rest, keys)
+        elif fmt == FMT_S32:
+            _decode_s32(to, top, rest, keys)
+        elif fmt == FMT_Q24:
+            unit = get(here.scale + 4 * (first + r)) * UNIT_Q24
+            _decode_q24(to, top, rest, unit, column, keys)
+        else:
+            unit = get(here.scale + 4 * (first + r)) * UNIT_Q16
+            _decode_q16(to, top, rest, unit, column, keys)
+
+
+@device
+def encode_rows(
+    at: Geometry, here: HeadAt, inverse: int, first: int, rows: int, block: int
+) -> None:
+    """Encode fp32 rows; write their planes and row scales."""
+    keys, row, fmt = at.key_dim, at.key_row, at.format
+    high, low = here.high + first * here.high_row, here.low + first * here.low_row
+    for r in range(rows):
+        source, top, rest = block + r * row, high + r * here.high_row, low + r * here.low_row
+        # the same row of the next 16: it is decoded when these are done
+        fetch_bytes(top + LANES * here.high_row, here.high_row)
+        fetch_bytes(rest + LANES * here.low_row, here.low_row)
+        if fmt == FMT_F32:
+            _encode_f32(source, top, rest, keys)
+        elif fmt == FMT_BF16:
+            _encode_bf16(source, top, rest, keys)
+        elif fmt == FMT_S32:
+            _encode_s32(source, top, rest, keys)
+        elif fmt == FMT_Q24:
+            _encode_q24(source, top, rest, here.scale + 4 * (first + r), inverse, keys)
+        else:
+            _encode_q16(source, top, rest, here.scale + 4 * (first + r), inverse, keys)
