@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replayssm.errors import (
-    CapacityError,
-    ContractError,
-    ReplayError,
-    TicketError,
-)
+from replayssm.errors import CapacityError, ContractError, ReplayError, TicketError
 from replayssm.ops import compact_, fold_, reference, step_
 from replayssm.ops.dispatch import choose
 from replayssm.ring import RingSpec
@@ -390,10 +385,7 @@ class StatePool:
         elif any(accepted for _, accepted in rows):
             raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
 
-    def _accepted_rows(
-        self, ticket: Ticket, num_accepted: Sequence[int | None] | int
-    ) -> list[tuple[int, int]]:
-        counts = per_row("num_accepted", num_accepted, len(ticket.refs))
+    def _accepted_rows(self, ticket: Ticket, counts: Sequence[int | None]) -> list[tuple[int, int]]:
         accepted = []
         for row, (ref, count) in enumerate(zip(ticket.refs, counts, strict=True)):
             if ref is None or (count is None and self._slots.is_stale(ref)):
