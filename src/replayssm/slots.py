@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replayssm.errors import CapacityError, SlotError
+from replayssm.errors import CapacityError, ContractError, SlotError
 from replayssm.ring import BlockPlan
 
 if TYPE_CHECKING:
@@ -134,6 +134,20 @@ class SlotTable:
         """Record that the planes reached ``committed``, then move it by the accepted entries."""
         self.folded[slot] = max(self.folded[slot], self.committed[slot])
         self.committed[slot] += accepted
+
+    def crop(self, slots: Sequence[int], tokens: Sequence[int | None]) -> None:
+        """Take back the newest entries of slots that were checked before.
+
+        Raises:
+            ContractError: Some of them are folded already; nothing was changed.
+        """
+        for slot, count in zip(slots, tokens, strict=True):
+            most = int(self.committed[slot]) - self.newest_fold(slot)
+            if count is None or not 0 <= count <= most:
+                expected = f"0 to {most} (keep={self.ring.keep} is promised at every phase)"
+                raise ContractError("tokens", expected, count, "open the pool with a larger keep")
+        for slot, count in zip(slots, tokens, strict=True):
+            self.committed[slot] -= count
 
     def newest_fold(self, slot: int) -> int:
         """Return the newest position that some tile's checkpoint has reached."""

@@ -18,18 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replayssm.errors import (
-    CapacityError,
-    ContractError,
-    ReplayError,
-    TicketError,
-)
-from replayssm.ops import fold_, reference, step_
+from replayssm.errors import CapacityError, ContractError, ReplayError, TicketError
+from replayssm.ops import compact_, fold_, reference, step_
 from replayssm.ops.dispatch import choose
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec, allocate
-from replayssm.ticket import Ticket, per_row, tree_parents
+from replayssm.ticket import Ticket, check_paths, per_row, tree_parents
 from replayssm.transfer import SlotImage, read_slot, write_slot_
 from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 
@@ -223,21 +218,46 @@ class StatePool:
             ContractError: A number is out of range; nothing changed.
         """
         self._check_ticket(ticket)
-        rows = self._accepted_rows(ticket, num_accepted)
-        ticket.is_spent = True
-        missing = self.num_layers - len(ticket.visited)
-        if missing and ticket.visited:
-            self._slots.mark([slot for slot, _ in rows], Status.INVALID)
-            raise TicketError(
-                f"{missing} of {self.num_layers} layers never ran in this forward; "
-                "its slots are invalid now, release them"
-            )
-        self._slots.mark([slot for slot, _ in rows], Status.LIVE)
-        if not missing:
-            for slot, accepted in rows:
-                self._slots.advance(slot, accepted)
-        elif any(accepted for _, accepted in rows):
-            raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
+        counts = per_row("num_accepted", num_accepted, len(ticket.refs))
+        if ticket.plan.parents is not None:
+            self.commit_paths_(ticket, [None if n is None else range(n) for n in counts])
+        else:
+            self._close(ticket, self._accepted_rows(ticket, counts))
+
+    def commit_paths_(self, ticket: Ticket, paths: Sequence[Sequence[int] | None]) -> None:
+        """Keep one root-to-node path of every row's tree and close the forward.
+
+        Moves the path's entries to the front of the block in every layer's rings, then the counts.
+
+        Args:
+            ticket: An open ticket; it is spent afterwards.
+            paths: Per row the kept nodes, oldest first (empty aborts the block), or None as in
+                :meth:`commit_`, whose errors are raised here too.
+
+        Raises:
+            ContractError: A path does not go down its row's tree from a root; nothing was changed.
+        """
+        self._check_ticket(ticket)
+        kept = check_paths(ticket, paths)
+        rows = self._accepted_rows(ticket, [None if p is None else len(p) for p in kept])
+        if len(ticket.visited) == self.num_layers:
+            for store in self.stores:
+                compact_(store, ticket.plan, kept)
+        self._close(ticket, rows)
+
+    def crop_(self, refs: Sequence[SlotRef], tokens: Sequence[int] | int) -> None:
+        """Take back the newest committed entries of slots: their counts move, nothing else does.
+
+        Args:
+            refs: Slots.
+            tokens: Entries to take back, per slot or one number; up to ``keep`` at every phase.
+
+        Raises:
+            ContractError: Some entries are folded already; nothing was changed.
+        """
+        slots = self._slots.check_rows(refs, Status.LIVE)
+        counts = per_row("tokens", tokens, len(slots))
+        self._slots.crop(slots, counts)
 
     def fold_(self, refs: Sequence[SlotRef]) -> None:
         """Bring slots' planes to their newest boundary now; the next step would do the same."""
@@ -348,10 +368,24 @@ class StatePool:
             if self.debug and not bool(torch.isfinite(state).all()):
                 raise ContractError(f"states[{i}]", "finite values", "NaN or infinity")
 
-    def _accepted_rows(
-        self, ticket: Ticket, num_accepted: Sequence[int | None] | int
-    ) -> list[tuple[int, int]]:
-        counts = per_row("num_accepted", num_accepted, len(ticket.refs))
+    def _close(self, ticket: Ticket, rows: list[tuple[int, int]]) -> None:
+        slots = [slot for slot, _ in rows]
+        ticket.is_spent = True
+        missing = self.num_layers - len(ticket.visited)
+        if missing and ticket.visited:
+            self._slots.mark(slots, Status.INVALID)
+            raise TicketError(
+                f"{missing} of {self.num_layers} layers never ran in this forward; "
+                "its slots are invalid now, release them"
+            )
+        self._slots.mark(slots, Status.LIVE)
+        if not missing:
+            for slot, accepted in rows:
+                self._slots.advance(slot, accepted)
+        elif any(accepted for _, accepted in rows):
+            raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
+
+    def _accepted_rows(self, ticket: Ticket, counts: Sequence[int | None]) -> list[tuple[int, int]]:
         accepted = []
         for row, (ref, count) in enumerate(zip(ticket.refs, counts, strict=True)):
             if ref is None or (count is None and self._slots.is_stale(ref)):

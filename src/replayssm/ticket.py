@@ -73,3 +73,26 @@ def tree_parents(
             raise ContractError("parents", expected, list(nodes))
         table[row, :length] = nodes
     return table
+
+
+def check_paths(
+    ticket: Ticket, paths: Sequence[Sequence[int] | None]
+) -> list[tuple[int, ...] | None]:
+    """Check that every path goes down its row's tree from a root, and return them.
+
+    Raises:
+        ContractError: There is another number of rows, or a path skips a node.
+    """
+    plan = ticket.plan
+    if len(paths) != plan.rows:
+        raise ContractError("paths", f"{plan.rows} of them", len(paths))
+    checked: list[tuple[int, ...] | None] = []
+    for row, path in enumerate(paths):
+        nodes = None if path is None or plan.slots[row] < 0 else tuple(path)
+        if nodes:
+            last = nodes[-1]
+            whole = plan.ancestors(row, last) if 0 <= last < plan.lengths[row] else []
+            if list(nodes) != whole:
+                raise ContractError("paths", f"a root-to-node path in row {row}", list(nodes))
+        checked.append(() if nodes is None and plan.slots[row] < 0 else nodes)
+    return checked

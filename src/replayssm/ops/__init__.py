@@ -1,4 +1,4 @@
-"""One public function per verb: ``step_``, ``fold_``, ``standard_``; validation, then dispatch."""
+"""One public function per verb, ending in ``_`` where it mutates: validation, then dispatch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
 
-__all__ = ["fold_", "standard_", "step_"]
+__all__ = ["compact_", "fold_", "standard_", "step_"]
 
 
 @torch.no_grad()
@@ -84,6 +84,19 @@ def fold_(store: LayerStore, plan: BlockPlan, *, impl: Impl = Impl.AUTO) -> None
         cpu.fold_(store, plan)
     else:
         reference.fold_(store, plan)
+
+
+def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...] | None]) -> None:
+    """Move the entries of each row's accepted path to the front of its block.
+
+    Mutates the rings at the block's positions only.
+
+    Args:
+        store: Tensors of one layer.
+        plan: The forward's plan, a tree.
+        paths: Per row the kept nodes, oldest first; None or empty moves nothing.
+    """
+    reference.compact_(store, plan, paths)
 
 
 @torch.no_grad()

@@ -171,6 +171,19 @@ def append_(store: LayerStore, plan: BlockPlan, block: Block) -> None:
             store.w[slot, :, at] = block.w[row, t].float()
 
 
+def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...] | None]) -> None:
+    """Move each row's kept entries to the front of its block; it loads before it stores."""
+    ring_len = store.spec.ring.ring_len
+    for row, path in enumerate(paths):
+        slot, first = int(plan.slots[row]), int(plan.committed[row])
+        if slot < 0 or not path:
+            continue
+        source = [(first + node) % ring_len for node in path]
+        target = [(first + i) % ring_len for i in range(len(path))]
+        for ring in (store.k, store.v, store.g, store.w):
+            ring[slot][:, target] = ring[slot][:, source]
+
+
 def fold_(store: LayerStore, plan: BlockPlan) -> None:
     """Bring every row's planes from ``folded`` to ``committed``, boundary by boundary.
 

@@ -1,0 +1,1 @@
+"""Continuous batching over slots: requests, scheduling, speculation and the prefix cache."""
