@@ -115,6 +115,8 @@ def test_fixed_point_error_is_half_a_step_of_its_row(fmt, state):
         step = planes.row_scale.double().unsqueeze(-1) * 2.0**-bits
         # half a step, and the fp32 roundings of scaling there and back; tiny rows read as 0
         bound = scale * (step * 0.5 + 127 * step * 2.0 ** (bits - 22))
+        if depth is ReadDepth.HIGH:  # the high plane rounds an integer that was rounded before
+            bound = bound + scale * step * 0.5 * 2.0 ** -FORMATS[fmt].low_bits
         bound = torch.where(planes.row_scale.unsqueeze(-1) > 0, bound, scale * 128 * 2.0**-100)
         assert bool((error <= bound + 2.0**-149).all())
 

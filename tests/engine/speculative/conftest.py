@@ -1,0 +1,8 @@
+"""Make :mod:`speculative_toys` importable under any import mode."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
