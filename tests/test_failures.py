@@ -15,7 +15,7 @@ classes               why not here
 17, 23, 47, 61        gates are computed by model adapters; the core takes g and w in fp32
 18, 62, 103           exact mode and chunked prefill: models; committed state is compared in
                       ``test_bitwise.py``
-25, 34, 85            sibling states and conv windows: the engine's cache
+25, 85                sibling states and prefix blocks: the engine's cache
 38                    no stochastic rounding exists
 57                    outputs are cast by the caller's choice of ``out``
 75                    nothing that mutates is tuned in place: there is no autotuner
@@ -201,6 +201,19 @@ def test_adaptive_draft_lengths_follow_the_oracle(impl):
         length = int(torch.randint(1, 5, (1,), generator=rng))
         d.forward([ref], [length], [int(torch.randint(0, length + 1, (1,), generator=rng))])
     d.check_state(ref)
+
+
+@pytest.mark.parametrize("accepted", range(4))
+@pytest.mark.parametrize("position", range(4))
+def test_the_conv_window_is_rolled_back_with_the_state(impl, accepted, position):
+    """Class 34: only the matrix state was restored. Prompts may be shorter than the window."""
+    layer = make_layer(*FAMILIES[1], (1, 2), (18, 5), (7, 4))
+    d = Driver(StatePool([layer], 1, ring=RING, impl=impl))
+    ref = d.admit(position, is_zero=position == 0)
+    for _ in range(3):
+        d.forward([ref], [3], [accepted])
+        d.check_windows(ref)
+        d.check_state(ref)
 
 
 @pytest.mark.parametrize("verb", ["export", "materialise", "fork_"])

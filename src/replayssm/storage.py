@@ -5,6 +5,8 @@ Rings are head-major, so that the entries of one head are contiguous:
     k ``[S, H, R, K]``   v ``[S, HV, R, V]``
     g ``[S, HV, R]`` or ``[S, HV, R, K]``   w ``[S, HV, R]``
 
+The raw inputs of a layer's convolution have a ring of their own, conv ``[S, Rc, C]``.
+
 Planes are ``[S, HV, V, K]``, row scales ``[S, HV, V]`` and column scales ``[S, 3, HV, K]``: one
 generation per fold cycle modulo 3 (tiles not yet folded in this cycle, tiles folded in it, and the
 amaxes being collected for the next one).
@@ -24,8 +26,9 @@ from replayssm.ring import RingSpec
 from replayssm.types import Format, LayerSpec
 
 RING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FIELDS = ("high", "low", "row_scale", "columns", "k", "v", "g", "w")
-RING_FIELDS = ("k", "v", "g", "w")
+FIELDS = ("high", "low", "row_scale", "columns", "k", "v", "g", "w", "conv")
+# the rings, and which dimension of one slot's ring counts its entries
+RING_AXES = {"k": 1, "v": 1, "g": 1, "w": 1, "conv": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class StorageSpec:
         layer: Geometry.
         format: State format of the checkpoint.
         ring: Ring sizes.
-        ring_dtype: dtype of k and v entries; gates and write strengths are always fp32.
+        ring_dtype: dtype of k, v and conv entries; gates and write strengths are always fp32.
     """
 
     layer: LayerSpec
@@ -69,7 +72,21 @@ class StorageSpec:
         table["v"] = ((slots, hv, entries, v_dim), self.ring_dtype)
         table["g"] = ((slots, hv, entries, *gate[1:]), torch.float32)
         table["w"] = ((slots, hv, entries), torch.float32)
+        if at.conv is not None:
+            length = self.ring.conv_len(at.conv.width)
+            table["conv"] = ((slots, length, at.conv.channels), self.ring_dtype)
         return table
+
+    def live_entries(self, name: str, live: range) -> list[int]:
+        """Return the ring indices, oldest first, that a slot's ``live`` positions need.
+
+        These are their own entries; of a convolution's inputs also the ``width - 1`` before them.
+        """
+        conv = self.layer.conv
+        if name != "conv" or conv is None:
+            return [p % self.ring.ring_len for p in live]
+        length = self.ring.conv_len(conv.width)
+        return [p % length for p in range(live.start - conv.width + 1, live.stop)]
 
     def nbytes(self, slots: int) -> int:
         """Return the exact bytes that :func:`allocate` takes for ``slots`` slots."""
@@ -77,8 +94,8 @@ class StorageSpec:
 
     def ring_nbytes(self, slots: int) -> int:
         """Return the part of :meth:`nbytes` that rings take."""
-        table = self.shapes(slots)
-        return sum(prod(table[f][0]) * table[f][1].itemsize for f in RING_FIELDS)
+        rings = [entry for name, entry in self.shapes(slots).items() if name in RING_AXES]
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in rings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +114,7 @@ class LayerStore:
     low: Tensor | None = None
     row_scale: Tensor | None = None
     columns: Tensor | None = None
+    conv: Tensor | None = None
 
     @property
     def slots(self) -> int:

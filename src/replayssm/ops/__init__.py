@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from replayssm.errors import ContractError
-from replayssm.ops import reference
+from replayssm.ops import conv, reference
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_block, check_slots, check_tensor
+from replayssm.ops.validation import check_block, check_conv, check_slots, check_tensor
 from replayssm.types import Block, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
 
-__all__ = ["compact_", "fold_", "standard_", "step_"]
+__all__ = ["compact_", "conv_", "fold_", "standard_", "step_"]
 
 
 @torch.no_grad()
@@ -72,6 +72,41 @@ def step_(
     return out
 
 
+@torch.no_grad()
+def conv_(
+    store: LayerStore,
+    plan: BlockPlan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    debug: bool = False,
+) -> Tensor:
+    """Run the causal depthwise convolution of a block and keep its raw inputs.
+
+    Mutates the convolution's ring at the block's positions. Counts do not move.
+
+    Args:
+        store: Tensors of one layer that has a convolution.
+        plan: Rows of this forward, shared by all layers; chains or trees.
+        x: ``[B, T, C]`` raw inputs.
+        weight: ``[C, width]``, the tap of the token itself last.
+        bias: ``[C]`` or None.
+        debug: Refuse NaN and infinite inputs.
+
+    Returns:
+        ``[B, T, C]`` in x's dtype, summed in fp32, no activation; pad rows and tokens past a row's
+        length are 0.
+
+    Raises:
+        ContractError: An argument does not fit, or the layer has no convolution; nothing was
+            changed.
+    """
+    check_slots(plan, store.slots)
+    check_conv(store.spec, plan, x, weight, bias, store.high.device, finite=debug)
+    return conv.conv_(store, plan, x, weight, bias)
+
+
 def fold_(store: LayerStore, plan: BlockPlan, *, impl: Impl = Impl.AUTO) -> None:
     """Bring every row's planes to its newest boundary at or before ``committed - keep``.
 
@@ -97,6 +132,8 @@ def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...]
         paths: Per row the kept nodes, oldest first; None or empty moves nothing.
     """
     reference.compact_(store, plan, paths)
+    if store.conv is not None:
+        conv.compact_(store, plan, paths)
 
 
 @torch.no_grad()
