@@ -106,7 +106,7 @@ def test_a_model_accepts_everything_it_drafts_itself(name):
     """Classes 33 and 99: a crop that is off by one shows as drafts that are refused."""
     model, twin, ids = build(name), likeness(name, 0.0), repetitive()
     # else transformers masks a pad token that the assistant has drafted
-    model.generation_config.pad_token_id = None
+    model.generation_config.pad_token_id = VOCAB
     with replayssm.enable(model), replayssm.enable(twin):
         verified, drafted = Forwards(model), Forwards(twin)
         generate(model, ids, 84, assistant_model=twin)
