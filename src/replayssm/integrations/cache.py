@@ -301,7 +301,8 @@ class CacheBinding:
             if not self.keep:
                 return Forward(rows, tokens, is_step=False)
             self._start_empty(rows)
-        self._make_room(tokens)
+        else:
+            self._make_room(tokens)
         at = self._live_rows()
         if rows != at.count:
             raise ContractError("input_ids", f"{at.count} rows, as the cache has", rows)
