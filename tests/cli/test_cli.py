@@ -120,6 +120,25 @@ def test_both_paths_generate_the_same_text(run, model_folder):
     assert texts["standard"] == texts["replay"]
 
 
+@pytest.mark.parametrize("draft", ["ngram", "model"])
+def test_drafts_do_not_change_the_text(run, draft):
+    texts, prompt = [], "def f(a):\n    return a\n\n\ndef f("
+    for options in ((), ("--draft", draft)):
+        code, out, _ = run("generate", prompt, "--max-new-tokens", "24", "--json", *options)
+        assert code == 0
+        texts.append(last_object(out)["text"])
+    assert texts[0] == texts[1]
+
+
+def test_drafts_that_cannot_be_served_are_refused(run, model_folder):
+    code, out, _ = run("generate", "def f(", "--draft", "ngram", "--path", "standard", "--json")
+    assert code == ExitCode.USAGE
+    assert "rollback" in last_object(out)["error"]
+    code, out, _ = run("generate", "def f(", "--draft", "model", "--model", model_folder, "--json")
+    assert code == ExitCode.USAGE
+    assert "bundled" in last_object(out)["error"]
+
+
 def test_evaluate_writes_a_report_and_says_how_it_went(run, model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "Scope", tiny_scope)
     out_folder = tmp_path / "out"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,9 +21,13 @@ from replayssm.errors import ContractError
 from replayssm.types import Format, ReadDepth
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from replayssm.evaluate.subject import Subject
+
+NGRAM_DRAFTS = 8
 
 
 class Path(StrEnum):
@@ -30,6 +35,13 @@ class Path(StrEnum):
 
     STANDARD = "standard"
     REPLAY = "replay"
+
+
+class Drafts(StrEnum):
+    """What proposes tokens for the model to verify."""
+
+    NGRAM = "ngram"
+    MODEL = "model"
 
 
 def generate(
@@ -42,6 +54,13 @@ def generate(
     ] = None,
     read: Annotated[ReadDepth, typer.Option(help="Planes that a step reads.")] = ReadDepth.FULL,
     window: Annotated[int, typer.Option(min=1, help="Tokens between two folds.")] = 16,
+    draft: Annotated[
+        Drafts | None,
+        typer.Option(
+            help="Speculate: repeat what followed the same words before, or ask draft-tiny.",
+            show_default="no drafts",
+        ),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
@@ -63,16 +82,22 @@ def generate(
     tokens = subject.encode(text.encode())
     if not tokens:
         raise ContractError("PROMPT", "at least one token", "none")
+    if draft is not None and path is Path.STANDARD:
+        raise ContractError("--draft", "--path replay; the standard path has no rollback", path)
     ids = torch.tensor([tokens], device=subject.model.device)
     torch.manual_seed(seed)
     start = time.perf_counter()
-    with enable(subject.model, path=path.value, state=state, read=read, window=window) as handle:
-        new = _continue(subject, ids, max_new_tokens, temperature)
+    with (
+        _drafting(draft, subject) as drafting,
+        enable(subject.model, path=path.value, state=state, read=read, window=window) as handle,
+    ):
+        new = _continue(subject, ids, max_new_tokens, temperature, drafting)
         used = {
             "path": handle.path,
             "state": handle.state.value,
             "read": handle.read.value,
             "window": window,
+            "draft": draft,
             "impl": handle.impl.value,
         }
     took = time.perf_counter() - start
@@ -92,11 +117,34 @@ def generate(
     sys.stdout.write(text + written + "\n")
 
 
-def _continue(subject: Subject, ids: Tensor, max_new_tokens: int, temperature: float) -> list[int]:
+@contextmanager
+def _drafting(draft: Drafts | None, subject: Subject) -> Iterator[dict[str, object]]:
+    """Yield what ``generate`` of transformers takes for a way to draft."""
+    from replayssm.integrations.transformers import enable
+    from replayssm.models import tiny
+
+    if draft is not Drafts.MODEL:
+        yield {} if draft is None else {"prompt_lookup_num_tokens": NGRAM_DRAFTS}
+        return
+    if subject.name not in tiny.NAMES:
+        expected = f"a bundled model, whose tokens draft-tiny knows ({', '.join(tiny.NAMES)})"
+        raise ContractError("--draft model", expected, subject.name)
+    assistant = tiny.load("draft-tiny", device=subject.model.device)
+    with enable(assistant):
+        yield {"assistant_model": assistant}
+
+
+def _continue(
+    subject: Subject,
+    ids: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    drafting: dict[str, object],
+) -> list[int]:
     sampling: dict[str, object] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
     model: Any = subject.model
-    out = model.generate(ids, max_new_tokens=max_new_tokens, **sampling)
+    out = model.generate(ids, max_new_tokens=max_new_tokens, **sampling, **drafting)
     new: list[int] = out[0, ids.shape[1] :].tolist()
     return new
