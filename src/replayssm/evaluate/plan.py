@@ -97,7 +97,7 @@ class Scope:
     budget_bytes: int = 128 << 20
     buckets: tuple[int, ...] = (512, 2048, 8192)
     text_rows: int = 2
-    probes: tuple[tuple[int, int], ...] = ((256, 37), (1024, 5), (8192, 1))
+    probes: tuple[tuple[int, int], ...] = ((256, 39), (1024, 3), (8192, 1))
     block: int = 16
 
     def __post_init__(self) -> None:
@@ -106,15 +106,15 @@ class Scope:
 
 
 FULL_SCOPE = Scope(
-    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-    windows=(4, 8, 16, 32, 64),
+    batches=(1, 4, 16, 64, 128, 256),
+    windows=(8, 16, 32, 64),
     rounds=12,
-    cell_seconds=15.0,
-    decode_samples=16,
-    working_set=512 << 20,
+    cell_seconds=4.0,
+    decode_samples=12,
+    working_set=256 << 20,
     budget_bytes=1 << 30,
-    text_rows=8,
-    probes=((256, 96), (1024, 48), (2048, 24), (4096, 16), (8192, 8)),
+    text_rows=4,
+    probes=((256, 96), (1024, 32), (4096, 8), (8192, 4)),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +35,10 @@ class Subject:
     """
 
     name: str
-    model: PreTrainedModel
+    model: PreTrainedModel = field(repr=False)
     encode: Callable[[bytes], list[int]]
     decode: Callable[[list[int]], str]
-    text: bytes
+    text: bytes = field(repr=False)
 
     @property
     def parameters(self) -> int:
