@@ -31,8 +31,6 @@ COLUMN_SCALE_MAX = 2.0**60
 ROW_SCALE_MIN = 2.0**-100
 HIGH_MAX = 127
 CANONICAL_NAN = 0x7FC00000
-# cycles whose column scales are alive at once: not yet refolded, refolded, being collected
-GENERATIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +92,9 @@ def column_scale(amax: Tensor) -> Tensor:
         amax: ``[..., K]`` largest finite magnitude of each key channel, fp32.
 
     Returns:
-        ``[..., K]`` bf16, positive and finite. An all-zero channel takes the head's largest amax,
-        so that values arriving there before the next renewal are not lost in the rounding.
+        ``[..., K]`` bf16, positive and finite; of an all-zero channel the smallest there is.
     """
-    largest = amax.amax(-1, keepdim=True)
-    largest = torch.where(largest > 0, largest, torch.ones_like(largest))
-    scale = torch.where(amax > 0, amax, largest)
-    return scale.clamp(COLUMN_SCALE_MIN, COLUMN_SCALE_MAX).to(torch.bfloat16)
+    return amax.clamp(COLUMN_SCALE_MIN, COLUMN_SCALE_MAX).to(torch.bfloat16)
 
 
 def column_amax(state: Tensor) -> Tensor:

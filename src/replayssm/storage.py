@@ -5,9 +5,8 @@ Rings are head-major, so that the entries of one head are contiguous:
     k ``[S, H, R, K]``   v ``[S, HV, R, V]``
     g ``[S, HV, R]`` or ``[S, HV, R, K]``   w ``[S, HV, R]``
 
-Planes are ``[S, HV, V, K]``, row scales ``[S, HV, V]`` and column scales ``[S, 3, HV, K]``: one
-generation per fold cycle modulo 3 (tiles not yet folded in this cycle, tiles folded in it, and the
-amaxes being collected for the next one).
+Planes are ``[S, HV, V, K]``, row scales ``[S, HV, V]`` and column scales ``[S, HV, tiles, K]``:
+every value tile has its own, so that it is encoded and decoded by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from replayssm.errors import ContractError
-from replayssm.formats import FORMATS, GENERATIONS, Planes
+from replayssm.formats import FORMATS, Planes
 from replayssm.ring import RingSpec
 from replayssm.types import Format, LayerSpec
 
@@ -63,7 +62,7 @@ class StorageSpec:
             table["low"] = ((slots, hv, v_dim, k_dim), fmt.low)
         if fmt.scaled:
             table["row_scale"] = ((slots, hv, v_dim), torch.float32)
-            table["columns"] = ((slots, GENERATIONS, hv, k_dim), torch.bfloat16)
+            table["columns"] = ((slots, hv, self.ring.tiles, k_dim), torch.bfloat16)
         gate = at.gate_shape()
         table["k"] = ((slots, h, entries, k_dim), self.ring_dtype)
         table["v"] = ((slots, hv, entries, v_dim), self.ring_dtype)

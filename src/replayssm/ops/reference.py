@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replayssm.formats import (
-    GENERATIONS,
-    Planes,
-    column_amax,
-    column_scale,
-    decode,
-    encode,
-)
+from replayssm.formats import Planes, column_amax, column_scale, decode, encode
 from replayssm.ring import tile_rows
 from replayssm.types import Block, Decay, ReadDepth, Write
 
@@ -204,30 +197,22 @@ def fold_(store: LayerStore, plan: BlockPlan) -> None:
             for stop in ring.boundaries(i, at[i], ring.folded_to(i, base, max(old, new)))
         ]
         for stop, tile in sorted(due):
-            _fold_tile(store, slot, tile, at[tile], stop)
+            state = decode_tile(store, slot, tile, ReadDepth.FULL)
+            entries = gather(store, slot, at[tile], stop, torch.float32)
+            rows = tile_rows(tile, ring.tiles, store.spec.layer.value_dim)
+            state = fold_serial(state, entries.rows(rows), store.spec.layer.write)
+            _encode_tile_(store, slot, tile, state)
             at[tile] = stop
 
 
-def _fold_tile(store: LayerStore, slot: int, tile: int, start: int, stop: int) -> None:
-    spec, ring = store.spec, store.spec.ring
-    rows = tile_rows(tile, ring.tiles, spec.layer.value_dim)
-    cycle = ring.cycle(tile, stop)
-    state = decode_tile(store, slot, tile, start, ReadDepth.FULL)
-    entries = gather(store, slot, start, stop, torch.float32).rows(rows)
-    state = fold_serial(state, entries, spec.layer.write)
+def _encode_tile_(store: LayerStore, slot: int, tile: int, state: Tensor) -> None:
+    """Overwrite a tile's planes and scales with a ``[HV, rows, K]`` fp32 state."""
+    rows = tile_rows(tile, store.spec.ring.tiles, store.spec.layer.value_dim)
     columns = None
     if store.columns is not None:
-        generations = store.columns[slot]
-        columns, collecting = (
-            generations[cycle % GENERATIONS],
-            generations[(cycle + 1) % GENERATIONS],
-        )
-        if tile == 0:
-            columns.copy_(column_scale(columns.float()))
-            collecting.zero_()
-        amax = column_amax(state).clamp(max=torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
-        collecting.copy_(torch.maximum(collecting, amax))
-    fresh, planes = encode(state, spec.format, columns), _tile_planes(store, slot, rows)
+        columns = column_scale(column_amax(state))
+        store.columns[slot, :, tile] = columns
+    fresh, planes = encode(state, store.spec.format, columns), _tile_planes(store, slot, rows)
     planes.high.copy_(fresh.high)
     if planes.low is not None and fresh.low is not None:
         planes.low.copy_(fresh.low)
@@ -242,12 +227,10 @@ def _tile_planes(store: LayerStore, slot: int, rows: range) -> Planes:
     return Planes(whole.high[:, cut], low, row_scale)
 
 
-def decode_tile(store: LayerStore, slot: int, tile: int, position: int, depth: ReadDepth) -> Tensor:
-    """Return the ``[HV, rows, K]`` fp32 tile at ``position`` as a read of ``depth`` sees it."""
+def decode_tile(store: LayerStore, slot: int, tile: int, depth: ReadDepth) -> Tensor:
+    """Return the ``[HV, rows, K]`` fp32 tile as a read of ``depth`` sees it."""
     rows = tile_rows(tile, store.spec.ring.tiles, store.spec.layer.value_dim)
-    columns = None
-    if store.columns is not None:
-        columns = store.columns[slot, store.spec.ring.cycle(tile, position) % GENERATIONS]
+    columns = None if store.columns is None else store.columns[slot, :, tile]
     return decode(_tile_planes(store, slot, rows), store.spec.format, depth, columns)
 
 
@@ -295,7 +278,7 @@ def _read_row(
     for tile in range(ring.tiles):
         at = ring.folded_to(tile, base, folded)
         rows = tile_rows(tile, ring.tiles, layer.value_dim)
-        state = decode_tile(store, slot, tile, at, depth).to(compute)
+        state = decode_tile(store, slot, tile, depth).to(compute)
         length = int(plan.lengths[row])
         entries = gather(store, slot, at, first + length, compute).rows(rows)
         for t in range(length):
@@ -319,7 +302,7 @@ def materialise(store: LayerStore, slot: int, base: int, folded: int, position: 
     for tile in range(ring.tiles):
         at = ring.folded_to(tile, base, folded)
         rows = tile_rows(tile, ring.tiles, store.spec.layer.value_dim)
-        state = decode_tile(store, slot, tile, at, ReadDepth.FULL)
+        state = decode_tile(store, slot, tile, ReadDepth.FULL)
         entries = gather(store, slot, at, position, torch.float32).rows(rows)
         tiles.append(fold_serial(state, entries, store.spec.layer.write))
     return torch.cat(tiles, dim=1)
@@ -327,16 +310,10 @@ def materialise(store: LayerStore, slot: int, base: int, folded: int, position: 
 
 def admit_(store: LayerStore, slot: int, state: Tensor) -> None:
     """Overwrite a slot's planes and scales with an encoded ``[HV, V, K]`` state."""
-    columns = None
-    if store.columns is not None:
-        columns = column_scale(column_amax(state.float()))
-        store.columns[slot] = columns
-    fresh = encode(state.float(), store.spec.format, columns)
-    store.high[slot] = fresh.high
-    if store.low is not None and fresh.low is not None:
-        store.low[slot] = fresh.low
-    if store.row_scale is not None and fresh.row_scale is not None:
-        store.row_scale[slot] = fresh.row_scale
+    tiles = store.spec.ring.tiles
+    for tile in range(tiles):
+        rows = tile_rows(tile, tiles, store.spec.layer.value_dim)
+        _encode_tile_(store, slot, tile, state[:, rows.start : rows.stop].float())
 
 
 def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: Tensor) -> None:

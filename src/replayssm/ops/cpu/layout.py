@@ -64,7 +64,7 @@ class Geometry(NamedTuple):
 
 
 class PlanesAt(NamedTuple):
-    """Planes and scales; strides over slots, heads, rows (columns: slots, generations, heads)."""
+    """Planes and scales; strides over slots, heads, rows (columns: slots, heads)."""
 
     high: int
     high_slot: int
@@ -79,7 +79,6 @@ class PlanesAt(NamedTuple):
     scale_head: int
     columns: int
     columns_slot: int
-    columns_generation: int
     columns_head: int
 
 
@@ -150,7 +149,6 @@ class HeadAt(NamedTuple):
     low_row: int
     scale: int
     columns: int
-    columns_generation: int
     v: int
     v_entry: int
     g: int
@@ -180,11 +178,11 @@ class Scratch(NamedTuple):
     after: int  # [W, K] k_s decayed by the entries behind s
     lower: int  # [W, W] row t: what every entry s > t sees of entry t
     values: int  # [W, 16] written values of 16 rows
-    block: int  # [16, K] 16 decoded rows
+    block: int  # [16, K] 16 decoded rows; [V, K] where column scales wait for all of them
     total: int  # [K] decay of the whole window
     column: int  # [K] column scales that are read
     inverse: int  # [K] reciprocals of the column scales that are written
-    amax: int  # [K] column amax being collected
+    amax: int  # [K] column amax of the rows so far
 
 
 class StandardAt(NamedTuple):
@@ -248,6 +246,7 @@ def scratch_of(at: Geometry, tokens: int) -> tuple[Scratch, int]:
     gates = (entries * key, window * key, window * key)
     if not at.per_channel:
         gates = (at.entry_row, at.window_row, at.window_row)
+    rows = -(-at.value_dim // LANES) * LANES if at.is_scaled else LANES
     sizes = (
         entries * key,
         gates[0],
@@ -258,7 +257,7 @@ def scratch_of(at: Geometry, tokens: int) -> tuple[Scratch, int]:
         *gates[1:],
         window * at.window_row,
         window * 4 * LANES,
-        LANES * key,
+        rows * key,
         *[key] * 4,
     )
     *offsets, end = _offsets(sizes)
@@ -283,7 +282,7 @@ def _at(x: Tensor | None, dims: int) -> tuple[int, ...]:
 def planes_at(store: LayerStore) -> PlanesAt:
     """Locate a store's planes and scales."""
     return PlanesAt._make(
-        (*_at(store.high, 3), *_at(store.low, 3), *_at(store.row_scale, 2), *_at(store.columns, 3))
+        (*_at(store.high, 3), *_at(store.low, 3), *_at(store.row_scale, 2), *_at(store.columns, 2))
     )
 
 

@@ -27,7 +27,6 @@ from replayssm.ops.cpu.vector import (
 )
 
 ONE = single(1.0)
-GENERATIONS = 3
 
 
 @device
@@ -162,8 +161,7 @@ def read_head(
         entry_part(at, here, s.y + t * at.value_row, c, position % at.ring_len, n)
     unit = ONE
     if at.is_scaled:
-        generation = (position // at.window) % GENERATIONS
-        scale_queries(at, s, here.columns + generation * here.columns_generation, length)
+        scale_queries(at, s, here.columns, length)
         if is_full:
             unit = UNIT_Q24 if at.format == FMT_Q24 else UNIT_Q16
     read_rows(at, s, here, length, is_full)

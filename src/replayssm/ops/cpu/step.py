@@ -55,7 +55,6 @@ def head_at(planes: PlanesAt, rings: RingsAt, slot: int, head: int) -> HeadAt:
         planes.low_row,
         planes.scale + slot * planes.scale_slot + head * planes.scale_head,
         planes.columns + slot * planes.columns_slot + head * planes.columns_head,
-        planes.columns_generation,
         rings.v + slot * rings.v_slot + head * rings.v_head,
         rings.v_entry,
         rings.g + slot * rings.g_slot + head * rings.g_head,
