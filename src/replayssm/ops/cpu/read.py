@@ -15,8 +15,9 @@ from replayssm.ops.cpu.common import (
     plane_q16,
     plane_q24,
     plane_s32,
+    width,
 )
-from replayssm.ops.cpu.layout import Geometry, HeadAt, Scratch
+from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, Scratch, StandardAt
 from replayssm.ops.cpu.vector import (
     LANES,
     Vec,
@@ -48,6 +49,24 @@ def fetch_bytes(address: int, nbytes: int) -> None:
     """Fetch consecutive bytes into the cache."""
     for line in range(0, nbytes, LINE):
         prefetch(address + line)
+
+
+@device
+def fetch_inputs(at: Geometry | StandardAt, blk: BlockAt, row: int, head: int) -> None:
+    """Fetch what a head reads of the block, and where its outputs go, while another is computed."""
+    key_head = head // (at.value_heads // at.key_heads)
+    for t in range(blk.tokens):
+        k = blk.k + row * blk.k_row + t * blk.k_token + key_head * blk.k_head
+        q = blk.q + row * blk.q_row + t * blk.q_token + key_head * blk.q_head
+        v = blk.v + row * blk.v_row + t * blk.v_token + head * blk.v_head
+        g = blk.g + row * blk.g_row + t * blk.g_token + head * blk.g_head
+        out = blk.out + row * blk.out_row + t * blk.out_token + head * blk.out_head
+        fetch_bytes(k, width(blk.k_kind) * at.key_dim)
+        fetch_bytes(q, width(blk.q_kind) * at.key_dim)
+        fetch_bytes(v, width(blk.v_kind) * at.value_dim)
+        fetch_bytes(g, width(blk.g_kind) * (at.key_dim if at.per_channel else 1))
+        prefetch(blk.w + row * blk.w_row + t * blk.w_token + head * blk.w_head)
+        fetch_bytes(out, width(blk.out_kind) * at.value_dim)
 
 
 def make_lines(

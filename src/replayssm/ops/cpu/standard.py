@@ -19,7 +19,7 @@ from replayssm.ops.cpu.common import (
     width,
 )
 from replayssm.ops.cpu.layout import BlockAt, StandardAt
-from replayssm.ops.cpu.read import AHEAD, LINE, fetch_bytes
+from replayssm.ops.cpu.read import AHEAD, LINE, fetch_inputs
 from replayssm.ops.cpu.vector import (
     LANES,
     device,
@@ -100,24 +100,6 @@ def fetch_two(p: int, step: int) -> None:
     prefetch(p + step)
 
 
-@device
-def fetch_inputs(at: StandardAt, blk: BlockAt, row: int, head: int) -> None:
-    """Fetch what a head reads of the block, and where its outputs go, while another is computed."""
-    key_head = head // (at.value_heads // at.key_heads)
-    for t in range(blk.tokens):
-        k = blk.k + row * blk.k_row + t * blk.k_token + key_head * blk.k_head
-        q = blk.q + row * blk.q_row + t * blk.q_token + key_head * blk.q_head
-        v = blk.v + row * blk.v_row + t * blk.v_token + head * blk.v_head
-        g = blk.g + row * blk.g_row + t * blk.g_token + head * blk.g_head
-        out = blk.out + row * blk.out_row + t * blk.out_token + head * blk.out_head
-        fetch_bytes(k, width(blk.k_kind) * at.key_dim)
-        fetch_bytes(q, width(blk.q_kind) * at.key_dim)
-        fetch_bytes(v, width(blk.v_kind) * at.value_dim)
-        fetch_bytes(g, width(blk.g_kind) * (at.key_dim if at.per_channel else 1))
-        prefetch(blk.w + row * blk.w_row + t * blk.w_token + head * blk.w_head)
-        fetch_bytes(out, width(blk.out_kind) * at.value_dim)
-
-
 def make_see(kind: int) -> tuple[Callable[..., Eight], Callable[..., tuple[Vec, Vec]]]:
     """Return what a delta write sees of (four rows, one row): lanes of ``S D q`` and of ``S D k``.
 
@@ -189,7 +171,8 @@ def make_write(kind: int) -> tuple[Callable[..., Four], Callable[..., Vec]]:
         p: int, step: int, written: int, key: int, decay: int, query: int, keys: int, is_far: int
     ) -> Four:
         o, whole = zero(), keys // LANES * LANES
-        us = splat(get(written)), splat(get(written + 4)), splat(get(written + 8)), splat(get(written + 12))
+        u = (splat(get(written)), splat(get(written + 4)))
+        us = (*u, splat(get(written + 8)), splat(get(written + 12)))
         sums = (o, o, o, o)
         for i in range(0, whole, LANES):
             if size * i % LINE == 0:
