@@ -8,7 +8,7 @@ from __future__ import annotations
 from replayssm.ops.cpu.common import FMT_Q24, IS_BF16, copy_out, load_as, width
 from replayssm.ops.cpu.encode import UNIT_Q16, UNIT_Q24
 from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, Scratch
-from replayssm.ops.cpu.read import dots_scratch, read_rows
+from replayssm.ops.cpu.read import AHEAD, dots_scratch, fetch_bytes, read_rows
 from replayssm.ops.cpu.vector import (
     LANES,
     add,
@@ -27,6 +27,8 @@ from replayssm.ops.cpu.vector import (
 )
 
 ONE = single(1.0)
+# bytes of a plane fetched beside each half of a pull-back, which itself hardly touches memory
+BESIDE = 2048
 
 
 @device
@@ -153,11 +155,14 @@ def read_head(
     for t in range(length):
         x, q, c = s.x + t * at.key_row, s.queries + t * at.key_row, s.c + t * at.entry_row
         n = past + t + 1
+        beside = here.high + AHEAD + 2 * BESIDE * t
+        fetch_bytes(beside, BESIDE)
         if at.is_delta or at.per_channel:
             pull_serial(at, x, q, keys, decay, strength, c, n)
         else:
             match = s.matches + t * at.entry_row + 4 * skip
             pull_additive(x, q, decay, strength, match, c, n, at.key_row)
+        fetch_bytes(beside + BESIDE, BESIDE)
         entry_part(at, here, s.y + t * at.value_row, c, position % at.ring_len, n)
     unit = ONE
     if at.is_scaled:

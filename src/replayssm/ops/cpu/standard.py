@@ -19,7 +19,7 @@ from replayssm.ops.cpu.common import (
     width,
 )
 from replayssm.ops.cpu.layout import BlockAt, StandardAt
-from replayssm.ops.cpu.read import AHEAD, LINE
+from replayssm.ops.cpu.read import AHEAD, LINE, fetch_inputs
 from replayssm.ops.cpu.vector import (
     LANES,
     device,
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from replayssm.ops.cpu.vector import Vec
 
     Counts = NDArray[np.int64]
+    Four = tuple[Vec, Vec, Vec, Vec]
+    Eight = tuple[Vec, Vec, Vec, Vec, Vec, Vec, Vec, Vec]
 
 
 @device
@@ -91,6 +93,108 @@ def prepare_token(at: StandardAt, blk: BlockAt, base: int, row: int, head: int, 
     put(base + at.strength + 8 * t + 4, total(match))
 
 
+@inlined
+def fetch_two(p: int, step: int) -> None:
+    """Fetch one line of each of two rows."""
+    prefetch(p)
+    prefetch(p + step)
+
+
+def make_see(kind: int) -> tuple[Callable[..., Eight], Callable[..., tuple[Vec, Vec]]]:
+    """Return what a delta write sees of (four rows, one row): lanes of ``S D q`` and of ``S D k``.
+
+    Four rows share every load of a key-side vector.
+    """
+    size = 4 if kind == IS_F32 else 2
+
+    @inlined
+    def chunk(p: int, step: int, query: int, seen: int, i: int, n: int, sums: Eight) -> Eight:
+        x, z, at = load(query + 4 * i), load(seen + 4 * i), p + size * i
+        a, b, c, d, e, f, g, h = sums
+        s = load_as(at, kind, n)
+        a, e = fma(s, x, a), fma(s, z, e)
+        s = load_as(at + step, kind, n)
+        b, f = fma(s, x, b), fma(s, z, f)
+        s = load_as(at + 2 * step, kind, n)
+        c, g = fma(s, x, c), fma(s, z, g)
+        s = load_as(at + 3 * step, kind, n)
+        d, h = fma(s, x, d), fma(s, z, h)
+        return a, b, c, d, e, f, g, h
+
+    @inlined
+    def see_four(p: int, step: int, query: int, seen: int, keys: int) -> Eight:
+        o, whole = zero(), keys // LANES * LANES
+        sums = (o, o, o, o, o, o, o, o)
+        for i in range(0, whole, LANES):
+            if size * i % LINE == 0:
+                fetch_two(p + size * i + AHEAD, step)
+            sums = chunk(p, step, query, seen, i, LANES, sums)
+        if whole < keys:
+            sums = chunk(p, step, query, seen, whole, keys - whole, sums)
+        return sums
+
+    @inlined
+    def see_one(p: int, query: int, seen: int, keys: int) -> tuple[Vec, Vec]:
+        a, e = zero(), zero()
+        for i in range(0, keys, LANES):
+            s = load_as(p + size * i, kind, keys - i)
+            a, e = fma(s, load(query + 4 * i), a), fma(s, load(seen + 4 * i), e)
+        return a, e
+
+    return see_four, see_one
+
+
+def make_write(kind: int) -> tuple[Callable[..., Four], Callable[..., Vec]]:
+    """Return ``S <- S D + u k`` of (four rows, one row); both return lanes of ``S D q``."""
+    size = 4 if kind == IS_F32 else 2
+
+    @inlined
+    def renew(p: int, u: Vec, k: Vec, d: Vec, x: Vec, a: Vec, n: int) -> Vec:
+        s = load_as(p, kind, n)
+        store_as(p, kind, fma(u, k, mul(s, d)), n)
+        return fma(s, x, a)
+
+    @inlined
+    def chunk(
+        p: int, step: int, us: Four, key: int, decay: int, query: int, i: int, n: int, sums: Four
+    ) -> Four:
+        k, f, x, at = load(key + 4 * i), load(decay + 4 * i), load(query + 4 * i), p + size * i
+        a, b, c, d = sums
+        a = renew(at, us[0], k, f, x, a, n)
+        b = renew(at + step, us[1], k, f, x, b, n)
+        c = renew(at + 2 * step, us[2], k, f, x, c, n)
+        d = renew(at + 3 * step, us[3], k, f, x, d, n)
+        return a, b, c, d
+
+    @inlined
+    def write_four(
+        p: int, step: int, written: int, key: int, decay: int, query: int, keys: int, is_far: int
+    ) -> Four:
+        o, whole = zero(), keys // LANES * LANES
+        u = (splat(get(written)), splat(get(written + 4)))
+        us = (*u, splat(get(written + 8)), splat(get(written + 12)))
+        sums = (o, o, o, o)
+        for i in range(0, whole, LANES):
+            if size * i % LINE == 0:
+                if is_far:
+                    fetch_two(p + size * i + AHEAD, step)
+                fetch_two(p + size * i + AHEAD + 2 * step, step)
+            sums = chunk(p, step, us, key, decay, query, i, LANES, sums)
+        if whole < keys:
+            sums = chunk(p, step, us, key, decay, query, whole, keys - whole, sums)
+        return sums
+
+    @inlined
+    def write_one(p: int, u: float, key: int, decay: int, query: int, keys: int) -> Vec:
+        a, factor = zero(), splat(u)
+        for i in range(0, keys, LANES):
+            k, f, x = load(key + 4 * i), load(decay + 4 * i), load(query + 4 * i)
+            a = renew(p + size * i, factor, k, f, x, a, keys - i)
+        return a
+
+    return write_four, write_one
+
+
 def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return (four rows, one row) for one element type of the state.
 
@@ -98,38 +202,8 @@ def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
     write knows u beforehand and needs one sweep; a delta write sweeps twice, the second time in the
     nearest cache. A row is summed in the same order in both.
     """
-    size = 4 if kind == IS_F32 else 2
-
-    @inlined
-    def see(p: int, query: int, seen: int, keys: int) -> tuple[Vec, Vec]:
-        a, e, whole = zero(), zero(), keys // LANES * LANES
-        for i in range(0, whole, LANES):
-            if size * i % LINE == 0:
-                prefetch(p + size * i + AHEAD)
-            s = load_as(p + size * i, kind, LANES)
-            a, e = fma(s, load(query + 4 * i), a), fma(s, load(seen + 4 * i), e)
-        if whole < keys:
-            s = load_as(p + size * whole, kind, keys - whole)
-            a, e = fma(s, load(query + 4 * whole), a), fma(s, load(seen + 4 * whole), e)
-        return a, e
-
-    @inlined
-    def rewrite(p: int, u: Vec, key: int, decay: int, query: int, i: int, n: int, a: Vec) -> Vec:
-        s = load_as(p + size * i, kind, n)
-        new = fma(u, load(key + 4 * i), mul(s, load(decay + 4 * i)))
-        store_as(p + size * i, kind, new, n)
-        return fma(s, load(query + 4 * i), a)
-
-    @inlined
-    def sweep(p: int, u: float, key: int, decay: int, query: int, keys: int) -> Vec:
-        a, factor, whole = zero(), splat(u), keys // LANES * LANES
-        for i in range(0, whole, LANES):
-            if size * i % LINE == 0:
-                prefetch(p + size * i + AHEAD)
-            a = rewrite(p, factor, key, decay, query, i, LANES, a)
-        if whole < keys:
-            a = rewrite(p, factor, key, decay, query, whole, keys - whole, a)
-        return a
+    see_four, see_one = make_see(kind)
+    write_four, write_one = make_write(kind)
 
     @device
     def four_rows(at: StandardAt, p: int, base: int, t: int, r: int) -> None:
@@ -141,22 +215,16 @@ def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
         w, match = get(base + at.strength + 8 * t), get(base + at.strength + 8 * t + 4)
         written = sums + 16
         if at.is_delta:
-            a, e = see(p, query, seen, keys)
-            b, f = see(p + step, query, seen, keys)
-            c, g = see(p + 2 * step, query, seen, keys)
-            d, h = see(p + 3 * step, query, seen, keys)
+            a, b, c, d, e, f, g, h = see_four(p, step, query, seen, keys)
             totals4(sums, a, b, c, d)
             totals4(written, e, f, g, h)
-        for j in range(0, 16, 4):
-            u = get(value + j)
-            if at.is_delta:
-                u = u - get(written + j)
-            put(written + j, w * u)
-        a = sweep(p, get(written), key, decay, query, keys)
-        b = sweep(p + step, get(written + 4), key, decay, query, keys)
-        c = sweep(p + 2 * step, get(written + 8), key, decay, query, keys)
-        d = sweep(p + 3 * step, get(written + 12), key, decay, query, keys)
-        if not at.is_delta:
+            for j in range(0, 16, 4):
+                put(written + j, w * (get(value + j) - get(written + j)))
+            write_four(p, step, written, key, decay, query, keys, 0)
+        else:
+            for j in range(0, 16, 4):
+                put(written + j, w * get(value + j))
+            a, b, c, d = write_four(p, step, written, key, decay, query, keys, 1)
             totals4(sums, a, b, c, d)
         for j in range(0, 16, 4):
             put(y + j, get(sums + j) + get(written + j) * match)
@@ -168,9 +236,9 @@ def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
         w, match = get(base + at.strength + 8 * t), get(base + at.strength + 8 * t + 4)
         u = get(base + at.value + place)
         if at.is_delta:
-            u = u - total(see(p, query, seen, keys)[1])
+            u = u - total(see_one(p, query, seen, keys)[1])
         u = w * u
-        a = sweep(p, u, key, base + at.decay + row, query, keys)
+        a = write_one(p, u, key, base + at.decay + row, query, keys)
         put(base + at.y + place, total(a) + u * match)
 
     return four_rows, one_row
@@ -228,10 +296,16 @@ def standard_share(
     at: StandardAt, blk: BlockAt, base: int, counts: Counts, share: int, shares: int
 ) -> None:
     """Run one share: a run of neighbouring heads of every row."""
-    for row in range(counts.shape[1]):
-        part = (share + row) % shares
+    rows, heads = counts.shape[1], at.value_heads
+    for row in range(rows):
+        part, then = (share + row) % shares, (share + row + 1) % shares
         length = counts[1, row] if counts[0, row] >= 0 else 0
-        for head in range(at.value_heads * part // shares, at.value_heads * (part + 1) // shares):
+        first, stop = heads * part // shares, heads * (part + 1) // shares
+        for head in range(first, stop):
+            if head + 1 < stop:
+                fetch_inputs(at, blk, row, head + 1)
+            elif row + 1 < rows:
+                fetch_inputs(at, blk, row + 1, heads * then // shares)
             standard_item(at, blk, base, counts[0, row], length, row, head)
 
 

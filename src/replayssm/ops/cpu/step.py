@@ -27,6 +27,7 @@ from replayssm.ops.cpu.layout import (
     Scratch,
 )
 from replayssm.ops.cpu.pullback import match_keys, read_head
+from replayssm.ops.cpu.read import fetch_bytes, fetch_inputs
 from replayssm.ops.cpu.vector import device
 
 if TYPE_CHECKING:
@@ -103,19 +104,24 @@ def fetch_next(
     at: Geometry,
     planes: PlanesAt,
     rings: RingsAt,
+    blk: BlockAt,
     counts: Counts,
     row: int,
     head: int,
     is_new_row: int,
 ) -> None:
-    """Fetch what the next head of this thread reads."""
+    """Fetch the small pieces that the next head of this thread reads."""
     slot = counts[SLOT, row]
     if slot >= 0:
-        start = folded_to(at, counts[BASE, row], counts[FOLDED, row])
+        base, committed = counts[BASE, row], counts[COMMITTED, row]
+        start = folded_to(at, base, counts[FOLDED, row])
         # the entries that will be appended too: their lines are read before they are written
-        n = max(counts[COMMITTED, row] - start, 0) + counts[LENGTH, row]
+        n = max(committed - start, 0) + counts[LENGTH, row]
         here = head_at(planes, rings, slot, head)
         fetch_head(at, planes, rings, here, slot, head, start, n, is_new_row)
+        fetch_inputs(at, blk, row, head)
+        if at.is_scaled:
+            fetch_bytes(here.columns, 2 * at.key_dim)
 
 
 @device
@@ -180,11 +186,10 @@ def run_item(
     gather_row(at, rings, blk, s, row, slot, key_head, start, known, length)
     for h in range(head, stop_head):
         if h + 1 < stop_head:
-            fetch_next(at, planes, rings, counts, row, h + 1, 0)
+            fetch_next(at, planes, rings, blk, counts, row, h + 1, 0)
         elif then_row >= 0:
-            fetch_next(
-                at, planes, rings, counts, then_row, first_head(at, then_unit), then_row != row
-            )
+            then_head, is_new = first_head(at, then_unit), then_row != row
+            fetch_next(at, planes, rings, blk, counts, then_row, then_head, is_new)
         here = head_at(planes, rings, slot, h)
         append_values(at, here, blk, row, h, first, length)
         gather_gates(at, s, here, start % at.ring_len, known + length)
