@@ -26,7 +26,7 @@ from replayssm.ops.validation import check_admission
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec, allocate
-from replayssm.ticket import Ticket, check_paths, per_row, tree_parents
+from replayssm.ticket import Ticket, check_lengths, check_paths, per_row, tree_parents
 from replayssm.transfer import SlotImage, copy_slot_, read_slot, write_slot_
 from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 
@@ -165,11 +165,7 @@ class StatePool:
             SlotError: A slot is free, stale, invalid, named twice or already in a forward.
             ContractError: A length or a parent is out of range.
         """
-        counts: list[int] = []
-        for count in per_row("lengths", lengths, len(refs)):
-            if count is None or not 1 <= count <= self.ring.max_block:
-                raise ContractError("lengths", f"1 to max_block ({self.ring.max_block})", count)
-            counts.append(count)
+        counts = check_lengths(lengths, len(refs), self.ring.max_block)
         slots = self._slots.check_rows(refs, Status.LIVE)
         plan = self._slots.plan(slots, counts, tree_parents(parents, counts))
         self._slots.mark(slots, Status.OPEN)

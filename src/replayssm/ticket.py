@@ -155,6 +155,20 @@ def per_row(name: str, values: Sequence[int | None] | int, rows: int) -> list[in
         raise ContractError(name, "integers", counts) from None
 
 
+def check_lengths(lengths: Sequence[int] | int, rows: int, max_block: int) -> list[int]:
+    """Return the tokens of every row's block.
+
+    Raises:
+        ContractError: Another number of rows, or a length that is not 1 to ``max_block``.
+    """
+    counts: list[int] = []
+    for count in per_row("lengths", lengths, rows):
+        if count is None or not 1 <= count <= max_block:
+            raise ContractError("lengths", f"1 to max_block ({max_block})", count)
+        counts.append(count)
+    return counts
+
+
 def tree_parents(
     parents: Sequence[Sequence[int]] | None, lengths: Sequence[int]
 ) -> NDArray[np.int64] | None:

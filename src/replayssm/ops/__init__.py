@@ -10,11 +10,20 @@ from torch import Tensor
 from replayssm.errors import ContractError
 from replayssm.ops import conv, reference
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_block, check_conv, check_slots, check_tensor
+from replayssm.ops.validation import (
+    check_block,
+    check_conv,
+    check_slots,
+    check_targets,
+    check_tensor,
+)
 from replayssm.types import Block, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
@@ -145,10 +154,11 @@ def standard_(
     *,
     impl: Impl = Impl.AUTO,
     out: Tensor | None = None,
+    targets: NDArray[np.int64] | None = None,
 ) -> Tensor:
     """Run the standard step, which rewrites the whole state for every token.
 
-    Mutates ``state`` at the plan's slots and ``out``.
+    Mutates ``out``, and ``state`` at the plan's slots or, when given, at ``targets`` only.
 
     Args:
         state: ``[S, HV, V, K]`` fp32 or bf16 (then rounded after every token).
@@ -157,6 +167,8 @@ def standard_(
         block: ``[B, T, ...]`` inputs, a chain.
         impl: Implementation.
         out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+        targets: ``[B, T]`` slots that get the state after each token, which the next token then
+            continues from; None rewrites in place. No slot may belong to two rows.
 
     Returns:
         ``[B, T, HV, V]``.
@@ -172,13 +184,15 @@ def standard_(
         raise ContractError("state", "float32 or bfloat16", state.dtype)
     if plan.parents is not None:
         raise ContractError("plan", "chains on the standard path", "a tree")
+    if targets is not None:
+        check_targets(plan, targets, block.tokens, state.shape[0])
     out = _output(out, block, state.device)
     if choose(impl, state.device) is Impl.CPU:
         from replayssm.ops import cpu
 
-        cpu.standard_(state, plan, block, layer.write, out)
+        cpu.standard_(state, plan, block, layer.write, out, targets)
     else:
-        reference.standard_(state, plan, block, layer.write, out)
+        reference.standard_(state, plan, block, layer.write, out, targets)
     return out
 
 

@@ -31,6 +31,9 @@ from replayssm.types import Block, Decay, ReadDepth, Write
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
 
@@ -339,11 +342,20 @@ def admit_(store: LayerStore, slot: int, state: Tensor) -> None:
         store.row_scale[slot] = fresh.row_scale
 
 
-def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: Tensor) -> None:
+def standard_(
+    state: Tensor,
+    plan: BlockPlan,
+    block: Block,
+    write: Write,
+    out: Tensor,
+    targets: NDArray[np.int64] | None = None,
+) -> None:
     """Run the standard step: rewrite each row's state ``[S, HV, V, K]`` token by token.
 
-    The state may be fp32 or bf16 (rounded after every token, before it is read again); the output
-    is computed from the state before that rounding.
+    With ``targets`` ``[B, T]`` the state after token t of row b is written to slot
+    ``targets[b, t]`` instead, and the next token continues from there. The state may be fp32 or
+    bf16 (rounded after every token, before it is read again); the output is computed from the state
+    before that rounding.
     """
     out.zero_()
     hv = state.shape[1]
@@ -357,4 +369,5 @@ def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: T
         for t in range(length):
             fresh = write_entry(state[slot].float(), entries, t, write)
             out[row, t] = torch.einsum("hvk,hk->hv", fresh, q[t]).to(out.dtype)
+            slot = slot if targets is None else int(targets[row, t])
             state[slot] = fresh.to(state.dtype)

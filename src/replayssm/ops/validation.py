@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from replayssm.types import Block, Decay, LayerSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from replayssm.ring import BlockPlan
     from replayssm.storage import StorageSpec
@@ -139,6 +142,15 @@ def check_slots(plan: BlockPlan, slots: int) -> None:
     """Refuse a plan whose slots are not in a pool of ``slots``; compiled code would not notice."""
     if plan.rows and not -1 <= plan.slots.min() <= plan.slots.max() < slots:
         raise ContractError("plan", f"slots -1 to {slots - 1}", plan.slots.tolist())
+
+
+def check_targets(plan: BlockPlan, targets: NDArray[np.int64], tokens: int, slots: int) -> None:
+    """Refuse targets ``[B, T]`` that name slots outside a state of ``slots``."""
+    if targets.shape != (plan.rows, tokens):
+        raise ContractError("targets", f"shape {(plan.rows, tokens)}", targets.shape)
+    used = targets[np.arange(tokens) < plan.lengths[:, None]]
+    if used.size and not 0 <= used.min() <= used.max() < slots:
+        raise ContractError("targets", f"slots 0 to {slots - 1}", targets.tolist())
 
 
 def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

@@ -22,6 +22,7 @@ from replayssm.ops.cpu.step import run_parallel, run_serial
 from replayssm.types import ReadDepth
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from replayssm.ops.cpu.layout import Geometry
@@ -115,8 +116,15 @@ def _shares(nbytes: int) -> int:
     return 1 if nbytes < PARALLEL_BYTES else int(numba.get_num_threads())
 
 
-def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: Tensor) -> None:
-    """Run the standard step; mutates ``state`` at the plan's slots and ``out``.
+def standard_(
+    state: Tensor,
+    plan: BlockPlan,
+    block: Block,
+    write: Write,
+    out: Tensor,
+    targets: NDArray[np.int64] | None = None,
+) -> None:
+    """Run the standard step; mutates ``state`` at the plan's slots, or at targets, and ``out``.
 
     Args:
         state: ``[S, HV, V, K]`` fp32 or bf16 (rounded after every token, outputs before that).
@@ -124,6 +132,7 @@ def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: T
         block: Inputs, a chain.
         write: Additive or delta.
         out: ``[B, T, HV, V]``; pad rows and tokens past a row's length get 0.
+        targets: ``[B, T]`` slots that get the state after each token; None rewrites in place.
     """
     if state.dtype not in layout.KIND:
         raise ContractError("state", f"one of {tuple(layout.KIND)}", state.dtype)
@@ -132,7 +141,8 @@ def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: T
     target = out if _is_writable(out) else torch.empty(out.shape, dtype=torch.float32)
     where, alive = layout.block_at(block, target)
     at, size = layout.standard_at(state, block, write)
-    counts = np.array((plan.slots, plan.lengths), np.int64)
+    to = np.broadcast_to(plan.slots[:, None], (plan.rows, block.tokens))
+    counts = np.array((plan.slots, plan.lengths, *(to if targets is None else targets).T), np.int64)
     shares = _shares(plan.rows * state[0].numel() * state.element_size())
     base = _workspace.address(shares * size)
     if shares == 1:

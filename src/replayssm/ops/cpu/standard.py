@@ -94,9 +94,10 @@ def prepare_token(at: StandardAt, blk: BlockAt, base: int, row: int, head: int, 
 def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return (four rows, one row) for one element type of the state.
 
-    Both advance rows by one token: ``y = (S D) q + u (k . q)``, ``S <- S D + u k``. An additive
-    write knows u beforehand and needs one sweep; a delta write sweeps twice, the second time in the
-    nearest cache. A row is summed in the same order in both.
+    Both advance rows by one token: ``y = (S D) q + u (k . q)``, and ``S D + u k`` is written to
+    ``to``, which may be S itself. An additive write knows u beforehand and needs one sweep; a delta
+    write sweeps twice, the second time in the nearest cache. A row is summed in the same order in
+    both.
     """
     size = 4 if kind == IS_F32 else 2
 
@@ -114,25 +115,27 @@ def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
         return a, e
 
     @inlined
-    def rewrite(p: int, u: Vec, key: int, decay: int, query: int, i: int, n: int, a: Vec) -> Vec:
+    def rewrite(
+        p: int, to: int, u: Vec, key: int, decay: int, query: int, i: int, n: int, a: Vec
+    ) -> Vec:
         s = load_as(p + size * i, kind, n)
         new = fma(u, load(key + 4 * i), mul(s, load(decay + 4 * i)))
-        store_as(p + size * i, kind, new, n)
+        store_as(to + size * i, kind, new, n)
         return fma(s, load(query + 4 * i), a)
 
     @inlined
-    def sweep(p: int, u: float, key: int, decay: int, query: int, keys: int) -> Vec:
+    def sweep(p: int, to: int, u: float, key: int, decay: int, query: int, keys: int) -> Vec:
         a, factor, whole = zero(), splat(u), keys // LANES * LANES
         for i in range(0, whole, LANES):
             if size * i % LINE == 0:
                 prefetch(p + size * i + AHEAD)
-            a = rewrite(p, factor, key, decay, query, i, LANES, a)
+            a = rewrite(p, to, factor, key, decay, query, i, LANES, a)
         if whole < keys:
-            a = rewrite(p, factor, key, decay, query, whole, keys - whole, a)
+            a = rewrite(p, to, factor, key, decay, query, whole, keys - whole, a)
         return a
 
     @device
-    def four_rows(at: StandardAt, p: int, base: int, t: int, r: int) -> None:
+    def four_rows(at: StandardAt, p: int, to: int, base: int, t: int, r: int) -> None:
         step, row, keys = at.state_row, t * at.key_row, at.key_dim
         key, query, seen = base + at.key + row, base + at.query + row, base + at.seen + row
         decay, sums = base + at.decay + row, base + at.sums
@@ -152,17 +155,17 @@ def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
             if at.is_delta:
                 u = u - get(written + j)
             put(written + j, w * u)
-        a = sweep(p, get(written), key, decay, query, keys)
-        b = sweep(p + step, get(written + 4), key, decay, query, keys)
-        c = sweep(p + 2 * step, get(written + 8), key, decay, query, keys)
-        d = sweep(p + 3 * step, get(written + 12), key, decay, query, keys)
+        a = sweep(p, to, get(written), key, decay, query, keys)
+        b = sweep(p + step, to + step, get(written + 4), key, decay, query, keys)
+        c = sweep(p + 2 * step, to + 2 * step, get(written + 8), key, decay, query, keys)
+        d = sweep(p + 3 * step, to + 3 * step, get(written + 12), key, decay, query, keys)
         if not at.is_delta:
             totals4(sums, a, b, c, d)
         for j in range(0, 16, 4):
             put(y + j, get(sums + j) + get(written + j) * match)
 
     @device
-    def one_row(at: StandardAt, p: int, base: int, t: int, r: int) -> None:
+    def one_row(at: StandardAt, p: int, to: int, base: int, t: int, r: int) -> None:
         row, keys, place = t * at.key_row, at.key_dim, t * at.value_row + 4 * r
         key, query, seen = base + at.key + row, base + at.query + row, base + at.seen + row
         w, match = get(base + at.strength + 8 * t), get(base + at.strength + 8 * t + 4)
@@ -170,7 +173,7 @@ def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
         if at.is_delta:
             u = u - total(see(p, query, seen, keys)[1])
         u = w * u
-        a = sweep(p, u, key, base + at.decay + row, query, keys)
+        a = sweep(p, to, u, key, base + at.decay + row, query, keys)
         put(base + at.y + place, total(a) + u * match)
 
     return four_rows, one_row
@@ -182,38 +185,43 @@ _four_f16, _one_f16 = make_rows(IS_F16)
 
 
 @device
-def advance(at: StandardAt, state: int, base: int, t: int, r: int, rows: int) -> None:
-    """Advance ``rows`` (4 or 1) rows by one token."""
+def advance(at: StandardAt, state: int, to: int, base: int, t: int, r: int, rows: int) -> None:
+    """Advance ``rows`` (4 or 1) rows by one token, from ``state`` to ``to``."""
     if rows == 4:
         if at.kind == IS_F32:
-            _four_f32(at, state, base, t, r)
+            _four_f32(at, state, to, base, t, r)
         elif at.kind == IS_BF16:
-            _four_bf16(at, state, base, t, r)
+            _four_bf16(at, state, to, base, t, r)
         else:
-            _four_f16(at, state, base, t, r)
+            _four_f16(at, state, to, base, t, r)
     elif at.kind == IS_F32:
-        _one_f32(at, state, base, t, r)
+        _one_f32(at, state, to, base, t, r)
     elif at.kind == IS_BF16:
-        _one_bf16(at, state, base, t, r)
+        _one_bf16(at, state, to, base, t, r)
     else:
-        _one_f16(at, state, base, t, r)
+        _one_f16(at, state, to, base, t, r)
 
 
 @device
 def standard_item(
-    at: StandardAt, blk: BlockAt, base: int, slot: int, length: int, row: int, head: int
+    at: StandardAt, blk: BlockAt, base: int, counts: Counts, length: int, row: int, head: int
 ) -> None:
     """Advance one head of one row through its block, four rows at a time for all tokens."""
     for t in range(length):
         prepare_token(at, blk, base, row, head, t)
-    state = at.state + slot * at.state_slot + head * at.state_head
-    whole = at.value_dim // 4 * 4 if slot >= 0 else 0
+    whole, heads = at.value_dim // 4 * 4, at.state + head * at.state_head
     for r in range(0, whole, 4):
+        state = heads + counts[0, row] * at.state_slot + r * at.state_row
         for t in range(length):
-            advance(at, state + r * at.state_row, base, t, r, 4)
+            to = heads + counts[2 + t, row] * at.state_slot + r * at.state_row
+            advance(at, state, to, base, t, r, 4)
+            state = to
     for r in range(whole, at.value_dim):
+        state = heads + counts[0, row] * at.state_slot + r * at.state_row
         for t in range(length):
-            advance(at, state + r * at.state_row, base, t, r, 1)
+            to = heads + counts[2 + t, row] * at.state_slot + r * at.state_row
+            advance(at, state, to, base, t, r, 1)
+            state = to
     for t in range(blk.tokens):
         to = blk.out + row * blk.out_row + t * blk.out_token + head * blk.out_head
         y = base + at.y + t * at.value_row
@@ -232,12 +240,15 @@ def standard_share(
         part = (share + row) % shares
         length = counts[1, row] if counts[0, row] >= 0 else 0
         for head in range(at.value_heads * part // shares, at.value_heads * (part + 1) // shares):
-            standard_item(at, blk, base, counts[0, row], length, row, head)
+            standard_item(at, blk, base, counts, length, row, head)
 
 
 @numba.njit(nogil=True, error_model="numpy", cache=True)
 def standard_serial(at: StandardAt, blk: BlockAt, base: int, counts: Counts) -> None:
-    """Run a standard step in the calling thread; ``counts`` is ``[2, B]``: slots, lengths."""
+    """Run a standard step in the calling thread.
+
+    ``counts`` is ``[2 + T, B]``: slots, lengths, and the slot that each token's state goes to.
+    """
     standard_share(at, blk, base, counts, 0, 1)
 
 
