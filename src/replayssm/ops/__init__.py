@@ -10,7 +10,7 @@ from torch import Tensor
 from replayssm.errors import ContractError
 from replayssm.ops import reference
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_block, check_slots, check_tensor
+from replayssm.ops.validation import check_block, check_slots, check_tensor, check_tree
 from replayssm.types import Block, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def step_(
     Args:
         store: Tensors of one layer.
         plan: Rows of this forward, shared by all layers.
-        block: ``[B, T, ...]`` inputs; T = 1 is an ordinary step.
+        block: ``[B, T, ...]`` inputs, a chain or a tree; T = 1 is an ordinary step.
         depth: Planes to read, for all rows or per row.
         impl: Implementation.
         out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
@@ -56,14 +56,14 @@ def step_(
     """
     device = store.high.device
     check_slots(plan, store.slots)
+    check_tree(plan)
     check_block(store.spec.layer, plan, block, device, finite=debug)
     depths = _per_row(depth, plan.rows)
     out = _output(out, block, device)
     ring = store.spec.ring
     if int(plan.lengths.max(initial=0)) > ring.max_block:
         raise ContractError("block", f"at most max_block ({ring.max_block}) tokens", block.tokens)
-    is_tree = plan.parents is not None
-    if choose(impl, device, tiles=ring.tiles, tree=is_tree) is Impl.CPU:
+    if choose(impl, device, tiles=ring.tiles) is Impl.CPU:
         from replayssm.ops import cpu
 
         cpu.step_(store, plan, block, depths, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +63,20 @@ def check_values(plan: BlockPlan, block: Block) -> None:
             raise ContractError(name, "finite values", "NaN or infinity")
     if not bool((block.g[real] <= 0).all()):
         raise ContractError("g", "log-decays <= 0", "a positive number or NaN")
+
+
+def check_tree(plan: BlockPlan) -> None:
+    """Refuse parents that do not come before their nodes; a walk along them would not end."""
+    if plan.parents is None:
+        return
+    longest = int(plan.lengths.max(initial=0))
+    if plan.parents.shape[0] != plan.rows or plan.parents.shape[1] < longest:
+        expected = f"parents of shape [{plan.rows}, {longest}] or wider"
+        raise ContractError("plan", expected, plan.parents.shape)
+    nodes = np.arange(plan.parents.shape[1])
+    is_wrong = (plan.parents < -1) | (plan.parents >= nodes)
+    if bool((is_wrong & (nodes < plan.lengths[:, None])).any()):
+        raise ContractError("plan", "-1 <= parents[b, t] < t", plan.parents.tolist())
 
 
 def check_slots(plan: BlockPlan, slots: int) -> None:

@@ -41,6 +41,8 @@ CODE = {
 }
 # value heads of one key head that share a work item: their keys are gathered once
 HEADS_PER_ITEM = 8
+# queries that are pulled back together: an entry is loaded once for all of them
+GROUP = 4
 
 
 class Geometry(NamedTuple):
@@ -163,8 +165,9 @@ class HeadAt(NamedTuple):
 class Scratch(NamedTuple):
     """One thread's scratch: byte offsets in the launcher, addresses inside kernels.
 
-    N entries are at most the ring's length, W a window, T tokens of a block; all fp32, rows in
-    whole lanes. Where a head has one decay, ``decay``, ``before`` and ``after`` hold one an entry.
+    N entries are at most the ring's length, W a window, T tokens of a block, in whole groups of
+    queries for x, c and y; all fp32, rows in whole lanes. Where a head has one decay, ``decay``,
+    ``before`` and ``after`` hold one an entry.
     """
 
     keys: int  # [N, K] keys of the entries, oldest first
@@ -185,6 +188,7 @@ class Scratch(NamedTuple):
     column: int  # [K] column scales that are read
     inverse: int  # [K] reciprocals of the column scales that are written
     amax: int  # [K] column amax being collected
+    spare: int  # [K] takes what a query that does not see an entry would have got
 
 
 class StandardAt(NamedTuple):
@@ -248,18 +252,22 @@ def scratch_of(at: Geometry, tokens: int) -> tuple[Scratch, int]:
     gates = (entries * key, window * key, window * key)
     if not at.per_channel:
         gates = (at.entry_row, at.window_row, at.window_row)
+    grouped = -(-tokens // GROUP) * GROUP
     sizes = (
         entries * key,
         gates[0],
         at.entry_row,
-        *[tokens * key] * 2,
-        *[tokens * at.entry_row] * 2,
-        *[tokens * at.value_row] * 2,
+        tokens * key,
+        grouped * key,
+        tokens * at.entry_row,
+        grouped * at.entry_row,
+        grouped * at.value_row,
+        tokens * at.value_row,
         *gates[1:],
         window * at.window_row,
         window * 4 * LANES,
         LANES * key,
-        *[key] * 4,
+        *[key] * 5,
     )
     *offsets, end = _offsets(sizes)
     return Scratch._make(offsets), end

@@ -26,7 +26,8 @@ from replayssm.ops.cpu.layout import (
     RingsAt,
     Scratch,
 )
-from replayssm.ops.cpu.pullback import match_keys, read_head
+from replayssm.ops.cpu.outputs import read_head
+from replayssm.ops.cpu.pullback import match_keys
 from replayssm.ops.cpu.vector import device
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Counts = NDArray[np.int64]
+    Parents = NDArray[np.int64]
 
 # rows of ``counts``
 SLOT, BASE, FOLDED, COMMITTED, LENGTH, IS_FULL = range(6)
@@ -88,6 +90,7 @@ def scratch_at(s: Scratch, base: int) -> Scratch:
         base + s.column,
         base + s.inverse,
         base + s.amax,
+        base + s.spare,
     )
 
 
@@ -153,6 +156,7 @@ def run_item(
     blk: BlockAt,
     s: Scratch,
     counts: Counts,
+    parents: Parents,
     row: int,
     unit: int,
     then_row: int,
@@ -194,7 +198,9 @@ def run_item(
             out = blk.out + row * blk.out_row + h * blk.out_head
             if length:
                 is_full = counts[IS_FULL, row]
-                read_head(at, s, here, blk, out, position, skip, past, length, is_full)
+                read_head(
+                    at, s, here, blk, out, parents, row, position, skip, past, length, is_full
+                )
             zero_outputs(at, blk, row, h, length)
 
 
@@ -206,6 +212,7 @@ def run_share(
     blk: BlockAt,
     s: Scratch,
     counts: Counts,
+    parents: Parents,
     share: int,
     shares: int,
     has_block: int,
@@ -219,7 +226,7 @@ def run_share(
     if per_row < shares:
         for item in range(share, rows * per_row, shares):
             row, unit = item // per_row, item % per_row
-            run_item(at, planes, rings, blk, s, counts, row, unit, -1, 0, has_block)
+            run_item(at, planes, rings, blk, s, counts, parents, row, unit, -1, 0, has_block)
         return
     for row in range(rows):
         part, then = (share + row) % shares, (share + row + 1) % shares
@@ -230,8 +237,19 @@ def run_share(
                 then_row = row + 1 if row + 1 < rows else -1
                 then_unit = per_row * then // shares
             run_item(
-                at, planes, rings, blk, s, counts, row, unit, then_row, then_unit, has_block
-            )  # fmt: skip
+                at,
+                planes,
+                rings,
+                blk,
+                s,
+                counts,
+                parents,
+                row,
+                unit,
+                then_row,
+                then_unit,
+                has_block,
+            )
 
 
 @device
@@ -254,13 +272,15 @@ def run_serial(
     s: Scratch,
     base: int,
     counts: Counts,
+    parents: Parents,
     has_block: int,
 ) -> None:
     """Run a call in the calling thread.
 
     ``counts`` is ``[6, B]``: slots, base, folded, committed, lengths and whether a read is full.
+    ``parents`` is ``[B, T]``, of chains too.
     """
-    run_share(at, planes, rings, blk, scratch_at(s, base), counts, 0, 1, has_block)
+    run_share(at, planes, rings, blk, scratch_at(s, base), counts, parents, 0, 1, has_block)
     if has_block:
         run_keys(at, rings, blk, counts, 0, 1)
 
@@ -275,6 +295,7 @@ def run_parallel(
     base: int,
     size: int,
     counts: Counts,
+    parents: Parents,
     has_block: int,
     shares: int,
 ) -> None:
@@ -285,7 +306,7 @@ def run_parallel(
     """
     for share in numba.prange(shares):
         mine = scratch_at(s, base + share * size)
-        run_share(at, planes, rings, blk, mine, counts, share, shares, has_block)
+        run_share(at, planes, rings, blk, mine, counts, parents, share, shares, has_block)
     if has_block:
         for share in numba.prange(shares):
             run_keys(at, rings, blk, counts, share, shares)
