@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from replayssm.errors import CapacityError, ContractError, ReplayError, TicketError
-from replayssm.ops import compact_, fold_, reference, step_
+from replayssm.ops import compact_, fold_, materialise, reference, step_
 from replayssm.ops.dispatch import choose
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
@@ -44,6 +44,7 @@ class StatePool:
         device: Where everything lives.
         impl: Implementation; ``pool.impl`` tells what ``auto`` chose.
         debug: Refuse NaN, infinite and growing (g > 0) inputs of every step and admission.
+        exact: Outputs and states are the standard step's, bit for bit (``f32``, ``s32``; slower).
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class StatePool:
         device: torch.device | str = "cpu",
         impl: Impl | str = Impl.AUTO,
         debug: bool = False,
+        exact: bool = False,
     ) -> None:
         if not layers:
             raise ContractError("layers", "at least one layer", "none")
@@ -68,7 +70,7 @@ class StatePool:
         self.impl = choose(Impl(impl), self.device, tiles=self.ring.tiles)
         self.debug = debug
         self.specs = tuple(
-            StorageSpec(layer, self.format, self.ring, ring_dtype) for layer in layers
+            StorageSpec(layer, self.format, self.ring, ring_dtype, exact) for layer in layers
         )
         self.stores = tuple(allocate(spec, slots, self.device) for spec in self.specs)
         self.device = self.stores[0].high.device  # with the index that "cuda" leaves out
@@ -326,7 +328,7 @@ class StatePool:
         at = newest if position is None else position
         if not oldest <= at <= newest:
             raise ContractError("position", f"{oldest} to {newest}", position)
-        return [reference.materialise(store, slot, base, folded, at) for store in self.stores]
+        return [materialise(s, slot, base, folded, at, impl=self.impl) for s in self.stores]
 
     def export(self, ref: SlotRef) -> SlotImage:
         """Return a self-describing copy of a slot: planes, scales, live entries and counts."""

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from replayssm.errors import ContractError
 from replayssm.ops import reference
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_block, check_slots, check_tensor, check_tree
+from replayssm.ops.validation import (
+    check_block,
+    check_exact,
+    check_slots,
+    check_tensor,
+    check_tree,
+)
+from replayssm.ring import BlockPlan
 from replayssm.types import Block, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
 
-__all__ = ["compact_", "fold_", "standard_", "step_"]
+__all__ = ["compact_", "fold_", "materialise", "standard_", "step_"]
 
 
 @torch.no_grad()
@@ -52,13 +59,14 @@ def step_(
 
     Raises:
         ContractError: An argument does not fit; nothing was changed.
-        UnsupportedError: ``impl`` cannot serve this device.
+        UnsupportedError: ``impl`` cannot serve this device, or an exact store a high read.
     """
     device = store.high.device
     check_slots(plan, store.slots)
     check_tree(plan)
     check_block(store.spec.layer, plan, block, device, finite=debug)
     depths = _per_row(depth, plan.rows)
+    check_exact(store.spec, depths, block)
     out = _output(out, block, device)
     ring = store.spec.ring
     if int(plan.lengths.max(initial=0)) > ring.max_block:
@@ -97,6 +105,30 @@ def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...]
         paths: Per row the kept nodes, oldest first; None or empty moves nothing.
     """
     reference.compact_(store, plan, paths)
+
+
+@torch.no_grad()
+def materialise(
+    store: LayerStore, slot: int, base: int, folded: int, position: int, *, impl: Impl = Impl.AUTO
+) -> Tensor:
+    """Return the ``[HV, V, K]`` fp32 state at ``position``; the slot is untouched.
+
+    Arguments are those of :func:`replayssm.ops.reference.materialise`. An exact store's state is
+    the one that ``impl``'s standard step would have left.
+    """
+    start = store.spec.ring.folded_to(0, base, folded)
+    if not store.spec.exact or start == position:
+        return reference.materialise(store, slot, base, folded, position)
+    state = reference.materialise(store, slot, base, folded, start).clone().unsqueeze(0)
+    index = [p % store.spec.ring.ring_len for p in range(start, position)]
+    k, v, g, w = (
+        x[slot][:, index].transpose(0, 1).unsqueeze(0) for x in (store.k, store.v, store.g, store.w)
+    )
+    zero = np.zeros(1, np.int64)
+    plan = BlockPlan(zero, zero, zero, zero, zero + len(index))
+    # outputs are not asked for: any query does
+    standard_(state, store.spec.layer, plan, Block(k, k, v, g, w), impl=impl)
+    return state[0]
 
 
 @torch.no_grad()

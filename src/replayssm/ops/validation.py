@@ -8,11 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replayssm.errors import ContractError
-from replayssm.types import Block, Decay, LayerSpec
+from replayssm.errors import ContractError, UnsupportedError
+from replayssm.types import Block, Decay, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from replayssm.ring import BlockPlan
+    from replayssm.storage import StorageSpec
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -77,6 +80,18 @@ def check_tree(plan: BlockPlan) -> None:
     is_wrong = (plan.parents < -1) | (plan.parents >= nodes)
     if bool((is_wrong & (nodes < plan.lengths[:, None])).any()):
         raise ContractError("plan", "-1 <= parents[b, t] < t", plan.parents.tolist())
+
+
+def check_exact(spec: StorageSpec, depths: Sequence[ReadDepth], block: Block) -> None:
+    """Refuse what an exact store cannot read exactly: half a state, or entries that get rounded."""
+    if not spec.exact:
+        return
+    if ReadDepth.HIGH in depths:
+        raise UnsupportedError("exact=True: needs full reads, not depth=high")
+    for name, x in (("k", block.k), ("v", block.v)):
+        if spec.ring_dtype not in (torch.float32, x.dtype):
+            expected = f"{spec.ring_dtype}, which the ring of an exact pool stores whole"
+            raise ContractError(name, expected, x.dtype, "use ring_dtype=torch.float32")
 
 
 def check_slots(plan: BlockPlan, slots: int) -> None:

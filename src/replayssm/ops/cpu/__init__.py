@@ -90,7 +90,8 @@ def _run(
     store: LayerStore, plan: BlockPlan, where: BlockAt, is_full: list[bool], *, has_block: bool
 ) -> None:
     at = layout.geometry_of(store.spec)
-    scratch, size = layout.scratch_of(at, max(where.tokens, 1))
+    own, extra = layout.exact_at(at) if store.spec.exact else (None, 0)
+    scratch, size = layout.scratch_of(at, max(where.tokens, 1), extra)
     fields = (plan.slots, plan.base, plan.folded, plan.committed, plan.lengths)
     counts = np.array([*fields, is_full], np.int64)
     parents = _parents(plan, where.tokens)
@@ -99,9 +100,9 @@ def _run(
     base = _workspace.address(shares * size)
     tensors = (at, layout.planes_at(store), layout.rings_at(store), where, scratch)
     if shares == 1:
-        run_serial(*tensors, base, counts, parents, int(has_block))
+        run_serial(*tensors, base, counts, parents, own, int(has_block))
     else:
-        run_parallel(*tensors, base, size, counts, parents, int(has_block), shares)
+        run_parallel(*tensors, base, size, counts, parents, own, int(has_block), shares)
 
 
 def _parents(plan: BlockPlan, tokens: int) -> NDArray[np.int64]:

@@ -16,6 +16,7 @@ from replayssm.ops.cpu.entries import (
     gather_keys,
     zero_outputs,
 )
+from replayssm.ops.cpu.exact import run_exactly
 from replayssm.ops.cpu.fold import fold_head
 from replayssm.ops.cpu.layout import (
     HEADS_PER_ITEM,
@@ -25,6 +26,7 @@ from replayssm.ops.cpu.layout import (
     PlanesAt,
     RingsAt,
     Scratch,
+    StandardAt,
 )
 from replayssm.ops.cpu.outputs import read_head
 from replayssm.ops.cpu.pullback import match_keys
@@ -91,6 +93,7 @@ def scratch_at(s: Scratch, base: int) -> Scratch:
         base + s.inverse,
         base + s.amax,
         base + s.spare,
+        base + s.exact,
     )
 
 
@@ -157,6 +160,7 @@ def run_item(
     s: Scratch,
     counts: Counts,
     parents: Parents,
+    own: StandardAt | None,
     row: int,
     unit: int,
     then_row: int,
@@ -192,15 +196,17 @@ def run_item(
             )
         here = head_at(planes, rings, slot, h)
         append_values(at, here, blk, row, h, first, length)
-        gather_gates(at, s, here, start % at.ring_len, known + length)
-        fold_head(at, s, here, start, position)
-        if has_block:
-            out = blk.out + row * blk.out_row + h * blk.out_head
+        out = blk.out + row * blk.out_row + h * blk.out_head
+        if own is not None:
+            ring = start % at.ring_len
+            run_exactly(at, own, s, here, blk, out, parents, row, ring, skip, known, length)
+        else:
+            gather_gates(at, s, here, start % at.ring_len, known + length)
+            fold_head(at, s, here, start, position)
             if length:
-                is_full = counts[IS_FULL, row]
-                read_head(
-                    at, s, here, blk, out, parents, row, position, skip, past, length, is_full
-                )
+                full = counts[IS_FULL, row]
+                read_head(at, s, here, blk, out, parents, row, position, skip, past, length, full)
+        if has_block:
             zero_outputs(at, blk, row, h, length)
 
 
@@ -213,6 +219,7 @@ def run_share(
     s: Scratch,
     counts: Counts,
     parents: Parents,
+    own: StandardAt | None,
     share: int,
     shares: int,
     has_block: int,
@@ -226,7 +233,7 @@ def run_share(
     if per_row < shares:
         for item in range(share, rows * per_row, shares):
             row, unit = item // per_row, item % per_row
-            run_item(at, planes, rings, blk, s, counts, parents, row, unit, -1, 0, has_block)
+            run_item(at, planes, rings, blk, s, counts, parents, own, row, unit, -1, 0, has_block)
         return
     for row in range(rows):
         part, then = (share + row) % shares, (share + row + 1) % shares
@@ -244,6 +251,7 @@ def run_share(
                 s,
                 counts,
                 parents,
+                own,
                 row,
                 unit,
                 then_row,
@@ -273,14 +281,15 @@ def run_serial(
     base: int,
     counts: Counts,
     parents: Parents,
+    own: StandardAt | None,
     has_block: int,
 ) -> None:
     """Run a call in the calling thread.
 
     ``counts`` is ``[6, B]``: slots, base, folded, committed, lengths and whether a read is full.
-    ``parents`` is ``[B, T]``, of chains too.
+    ``parents`` is ``[B, T]``, of chains too. ``own`` is where exact mode prepares entries, or None.
     """
-    run_share(at, planes, rings, blk, scratch_at(s, base), counts, parents, 0, 1, has_block)
+    run_share(at, planes, rings, blk, scratch_at(s, base), counts, parents, own, 0, 1, has_block)
     if has_block:
         run_keys(at, rings, blk, counts, 0, 1)
 
@@ -296,6 +305,7 @@ def run_parallel(
     size: int,
     counts: Counts,
     parents: Parents,
+    own: StandardAt | None,
     has_block: int,
     shares: int,
 ) -> None:
@@ -306,7 +316,7 @@ def run_parallel(
     """
     for share in numba.prange(shares):
         mine = scratch_at(s, base + share * size)
-        run_share(at, planes, rings, blk, mine, counts, parents, share, shares, has_block)
+        run_share(at, planes, rings, blk, mine, counts, parents, own, share, shares, has_block)
     if has_block:
         for share in numba.prange(shares):
             run_keys(at, rings, blk, counts, share, shares)
