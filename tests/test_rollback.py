@@ -10,7 +10,7 @@ from replayssm.ring import RingSpec
 from replayssm.state import StatePool
 from replayssm.testing.factories import make_layer
 from replayssm.testing.rollback import check_rollback
-from replayssm.types import Decay, Format, Write
+from replayssm.types import Decay, Format, Impl, Write
 
 LAYERS = (
     make_layer(Write.ADDITIVE, Decay.SCALAR, (1, 2), (5, 3), (4, 4)),
@@ -25,13 +25,24 @@ def pool(max_block, keep, **kwargs):
     return StatePool(LAYERS, 3, ring=ring, **kwargs)
 
 
-def test_two_thousand_rollbacks_leave_no_trace(impl):
-    report = check_rollback(LAYERS, lambda block, keep: pool(block, keep, impl=impl))
-    assert report.rounds == 2000
+# the reference takes minutes for as many rounds
+ROUNDS = [
+    pytest.param(Impl.AUTO, 2000),
+    pytest.param(Impl.REFERENCE, 200),
+    pytest.param(Impl.REFERENCE, 2000, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("which", "rounds"), ROUNDS)
+def test_rollbacks_leave_no_trace(which, rounds):
+    report = check_rollback(
+        LAYERS, lambda block, keep: pool(block, keep, impl=which), rounds=rounds
+    )
+    assert report.rounds == rounds
     assert report.worst_state == 0
     assert report.phases == set(range(WINDOW))
-    assert min(report.partial, report.trees, report.cropped) > 500
-    assert report.departures > 50
+    assert min(report.partial, report.trees, report.cropped) > rounds / 5
+    assert report.departures > rounds / 40
     assert report.kept < report.drafted
 
 
@@ -44,7 +55,7 @@ def test_every_format_rolls_back_to_the_same_bits(impl, fmt, tolerance):
     check_rollback(
         LAYERS,
         lambda block, keep: pool(block, keep, impl=impl, state=fmt, ring_dtype=torch.bfloat16),
-        rounds=150,
+        rounds=100,
         tolerance=tolerance,
     )
 
@@ -58,7 +69,7 @@ def test_value_tiles_roll_back(impl):
         lambda block, keep: StatePool(
             LAYERS, 3, ring=RingSpec(keep=keep, max_block=block, **ring), impl=impl
         ),
-        rounds=150,
+        rounds=100,
     )
 
 
@@ -67,7 +78,7 @@ def test_baselines_roll_back(impl, kind):
     report = check_rollback(
         LAYERS,
         lambda block, keep: kind(LAYERS, 3, max_block=block, impl=impl),
-        rounds=400,
+        rounds=200,
         keep=0,
         trees=False,
         settle=False,
@@ -79,9 +90,9 @@ class OffByOne(StatePool):
     """Class 33: the always accepted pending token is forgotten now and then."""
 
     def commit_(self, ticket, num_accepted):
-        lengths = ticket.plan.lengths
-        counts = [None if n is None else max(0, n - (n == 4)) for n in num_accepted]
-        super().commit_(ticket, counts if lengths.max() > 1 else num_accepted)
+        if ticket.plan.lengths.max() > 1:
+            num_accepted = [n - 1 if n == 4 else n for n in num_accepted]
+        super().commit_(ticket, num_accepted)
 
 
 class ForgetsTheWindow(StatePool):
@@ -120,7 +131,7 @@ def test_a_rollback_that_leaves_a_trace_is_noticed(kind):
         ring = RingSpec(window=WINDOW, keep=keep, max_block=max_block)
         return kind(LAYERS, 3, ring=ring, impl="reference")
 
-    with pytest.raises(AssertionError, match="is off by|wrong convolution window"):
+    with pytest.raises(AssertionError, match=r"is off by|wrong convolution window"):
         check_rollback(LAYERS, make, rounds=100)
 
 

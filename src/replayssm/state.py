@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from replayssm.errors import CapacityError, ContractError
-from replayssm.ops import compact_, conv, conv_, fold_, reference, step_
+from replayssm.ops import compact_, conv, conv_, fold_, materialise, reference, step_
 from replayssm.ops.dispatch import choose
 from replayssm.ops.validation import check_admission
 from replayssm.ring import RingSpec
@@ -46,6 +46,7 @@ class StatePool:
         device: Where everything lives.
         impl: Implementation; ``pool.impl`` tells what ``auto`` chose.
         debug: Refuse NaN, infinite and growing (g > 0) inputs of every step and admission.
+        exact: Outputs and states are the standard step's, bit for bit (``f32``, ``s32``; slower).
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class StatePool:
         device: torch.device | str = "cpu",
         impl: Impl | str = Impl.AUTO,
         debug: bool = False,
+        exact: bool = False,
     ) -> None:
         if not layers:
             raise ContractError("layers", "at least one layer", "none")
@@ -70,7 +72,7 @@ class StatePool:
         self.impl = choose(Impl(impl), self.device, tiles=self.ring.tiles)
         self.debug = debug
         self.specs = tuple(
-            StorageSpec(layer, self.format, self.ring, ring_dtype) for layer in layers
+            StorageSpec(layer, self.format, self.ring, ring_dtype, exact) for layer in layers
         )
         self.stores = tuple(allocate(spec, slots, self.device) for spec in self.specs)
         self.device = self.stores[0].high.device  # with the index that "cuda" leaves out
@@ -332,7 +334,7 @@ class StatePool:
         """
         slot, at = self._slots.rebuildable(ref, position)
         base, folded, _ = self._slots.counts(slot)
-        return [reference.materialise(store, slot, base, folded, at) for store in self.stores]
+        return [materialise(s, slot, base, folded, at, impl=self.impl) for s in self.stores]
 
     def conv_windows(self, ref: SlotRef, position: int | None = None) -> list[Tensor | None]:
         """Return every layer's ``[C, width - 1]`` inputs before a position, the newest last.

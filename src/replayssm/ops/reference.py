@@ -157,7 +157,8 @@ def gather(store: LayerStore, slot: int, start: int, stop: int, dtype: torch.dty
     if store.spec.layer.decay is Decay.SCALAR:
         g = g.unsqueeze(-1)
     fields = (k, store.v[slot][:, index], g, store.w[slot][:, index])
-    return Entries(*(x.transpose(0, 1).to(dtype) for x in fields))
+    # laid out as a block is: torch's own bits may depend on strides
+    return Entries(*(x.transpose(0, 1).contiguous().to(dtype) for x in fields))
 
 
 def append_(store: LayerStore, plan: BlockPlan, block: Block) -> None:
@@ -278,7 +279,11 @@ def step_(
     append_(store, plan, block)
     out.zero_()
     for row in range(plan.rows):
-        if plan.slots[row] >= 0:
+        if plan.slots[row] < 0:
+            continue
+        if store.spec.exact and compute is torch.float32:
+            _read_row_exactly(store, plan, block, row, out[row])
+        else:
             _read_row(store, plan, block, row, depth[row], out[row], compute)
 
 
@@ -306,6 +311,23 @@ def _read_row(
             x, y = pull_back(q[t], entries.select(path), layer.write)
             y = torch.einsum("hvk,hk->hv", state, x) + y
             out[t, :, rows.start : rows.stop] = y.to(out.dtype)
+
+
+def _read_row_exactly(
+    store: LayerStore, plan: BlockPlan, block: Block, row: int, out: Tensor
+) -> None:
+    # one tile, fp32 planes: the operations, and the order, of standard_ along every path
+    layer, length = store.spec.layer, int(plan.lengths[row])
+    slot, base, first = (int(x[row]) for x in (plan.slots, plan.base, plan.committed))
+    folded = max(int(plan.folded[row]), first)
+    state = materialise(store, slot, base, folded, first)
+    entries = gather(store, slot, first, first + length, torch.float32)
+    q = expand_heads(block.q[row].float(), layer.value_heads, 1)
+    states = {-1: state}
+    for t in range(length):
+        parent = t - 1 if plan.parents is None else int(plan.parents[row, t])
+        states[t] = write_entry(states[parent], entries, t, layer.write)
+        out[t] = torch.einsum("hvk,hk->hv", states[t], q[t]).to(out.dtype)
 
 
 def materialise(store: LayerStore, slot: int, base: int, folded: int, position: int) -> Tensor:

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replayssm.errors import ContractError
-from replayssm.types import Block, Decay, LayerSpec
+from replayssm.errors import ContractError, UnsupportedError
+from replayssm.types import Block, Decay, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,6 +136,32 @@ def check_values(plan: BlockPlan, block: Block) -> None:
 def _real(plan: BlockPlan, x: Tensor) -> Tensor:
     lengths = torch.from_numpy(plan.lengths).to(x.device)
     return torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(-1)
+
+
+def check_tree(plan: BlockPlan) -> None:
+    """Refuse parents that do not come before their nodes; a walk along them would not end."""
+    if plan.parents is None:
+        return
+    longest = int(plan.lengths.max(initial=0))
+    if plan.parents.shape[0] != plan.rows or plan.parents.shape[1] < longest:
+        expected = f"parents of shape [{plan.rows}, {longest}] or wider"
+        raise ContractError("plan", expected, plan.parents.shape)
+    nodes = np.arange(plan.parents.shape[1])
+    is_wrong = (plan.parents < -1) | (plan.parents >= nodes)
+    if bool((is_wrong & (nodes < plan.lengths[:, None])).any()):
+        raise ContractError("plan", "-1 <= parents[b, t] < t", plan.parents.tolist())
+
+
+def check_exact(spec: StorageSpec, depths: Sequence[ReadDepth], block: Block) -> None:
+    """Refuse what an exact store cannot read exactly: half a state, or entries that get rounded."""
+    if not spec.exact:
+        return
+    if ReadDepth.HIGH in depths:
+        raise UnsupportedError("exact=True: needs full reads, not depth=high")
+    for name, x in (("k", block.k), ("v", block.v)):
+        if spec.ring_dtype not in (torch.float32, x.dtype):
+            expected = f"{spec.ring_dtype}, which the ring of an exact pool stores whole"
+            raise ContractError(name, expected, x.dtype, "use ring_dtype=torch.float32")
 
 
 def check_slots(plan: BlockPlan, slots: int) -> None:

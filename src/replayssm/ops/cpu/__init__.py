@@ -64,7 +64,7 @@ def step_(
     Args:
         store: Layer tensors; slots, heads and entries may be strided.
         plan: Rows of this forward.
-        block: Inputs, a chain.
+        block: Inputs, a chain or a tree.
         depths: Read depth of each row.
         out: ``[B, T, HV, V]``; pad rows and tokens past a row's length get 0.
     """
@@ -90,17 +90,26 @@ def _run(
     store: LayerStore, plan: BlockPlan, where: BlockAt, is_full: list[bool], *, has_block: bool
 ) -> None:
     at = layout.geometry_of(store.spec)
-    scratch, size = layout.scratch_of(at, max(where.tokens, 1))
+    own, extra = layout.exact_at(at) if store.spec.exact else (None, 0)
+    scratch, size = layout.scratch_of(at, max(where.tokens, 1), extra)
     fields = (plan.slots, plan.base, plan.folded, plan.committed, plan.lengths)
     counts = np.array([*fields, is_full], np.int64)
+    parents = _parents(plan, where.tokens)
     _check_span(at, plan, has_block=has_block)
     shares = _shares(plan.rows * store.spec.layer.state_elements * store.high.element_size())
     base = _workspace.address(shares * size)
     tensors = (at, layout.planes_at(store), layout.rings_at(store), where, scratch)
     if shares == 1:
-        run_serial(*tensors, base, counts, int(has_block))
+        run_serial(*tensors, base, counts, parents, own, int(has_block))
     else:
-        run_parallel(*tensors, base, size, counts, int(has_block), shares)
+        run_parallel(*tensors, base, size, counts, parents, own, int(has_block), shares)
+
+
+def _parents(plan: BlockPlan, tokens: int) -> NDArray[np.int64]:
+    # a chain is a tree with one leaf; one form of it is compiled
+    if plan.parents is not None:
+        return np.ascontiguousarray(plan.parents, np.int64)
+    return np.tile(np.arange(-1, tokens - 1), (plan.rows, 1))
 
 
 def _check_span(at: Geometry, plan: BlockPlan, *, has_block: bool) -> None:
