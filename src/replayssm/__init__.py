@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from replayssm.ring import RingSpec as RingSpec
     from replayssm.state import StatePool as StatePool
     from replayssm.types import Block as Block
+    from replayssm.types import ConvSpec as ConvSpec
     from replayssm.types import Decay as Decay
     from replayssm.types import Format as Format
     from replayssm.types import Impl as Impl
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Block": "replayssm.types",
+    "ConvSpec": "replayssm.types",
     "Decay": "replayssm.types",
     "Format": "replayssm.types",
     "Impl": "replayssm.types",

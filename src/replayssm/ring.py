@@ -6,9 +6,10 @@ A slot has three absolute token counts:
 * ``committed``: tokens of the sequence, the one number that moves;
 * ``folded``: the value of ``committed`` up to which the planes have been brought.
 
-Entry ``p`` (the token at absolute position p) lives at ring index ``p % ring_len``. Value tile i
-folds at boundaries ``b`` with ``b % window == phase_i``, so where a tile stands is a function of
-``base`` and ``folded`` alone: the same with or without speculation.
+Entry ``p`` (the token at absolute position p) lives at ring index ``p % ring_len``, its convolution
+input at ``p % conv_len(width)`` of a ring of its own. Value tile i folds at boundaries ``b`` with
+``b % window == phase_i``, so where a tile stands is a function of ``base`` and ``folded`` alone:
+the same with or without speculation.
 """
 
 from __future__ import annotations
@@ -51,6 +52,20 @@ class RingSpec:
         """Entries of an SSM ring: the unfolded past, a block in flight and one uncommitted."""
         return self.window + self.keep + 2 * self.max_block
 
+    @property
+    def most_unfolded(self) -> int:
+        """Most committed entries that no fold has reached yet, just before a forward folds."""
+        return self.window - 1 + self.keep + self.max_block
+
+    def conv_len(self, width: int) -> int:
+        """Return the entries of the ring that feeds a convolution of ``width``.
+
+        A forward at count c writes up to position ``c + max_block - 1`` and leaves no checkpoint
+        older than ``c - keep - window + 1``. So this length holds the ``width - 1`` inputs before
+        every position that can still be rebuilt, whatever the block accepts.
+        """
+        return width - 1 + self.most_unfolded
+
     def phase(self, tile: int) -> int:
         """Return the position of ``tile``'s boundaries modulo the window."""
         return tile * self.window // self.tiles
@@ -73,10 +88,6 @@ class RingSpec:
         phase = self.phase(tile)
         first = (start - phase) // self.window * self.window + phase + self.window
         return list(range(first, stop + 1, self.window))
-
-    def cycle(self, tile: int, position: int) -> int:
-        """Return the fold cycle that a tile standing at ``position`` belongs to."""
-        return (position - self.phase(tile)) // self.window
 
     def oldest_needed(self, base: int, folded: int) -> int:
         """Return the oldest position whose entry some tile has not folded yet."""

@@ -154,6 +154,19 @@ class SlotTable:
         base, folded, _ = self.counts(slot)
         return max(self.ring.folded_to(i, base, folded) for i in range(self.ring.tiles))
 
+    def rebuildable(self, ref: SlotRef, position: int | None) -> tuple[int, int]:
+        """Return a live slot and a position of it that can be rebuilt, by default the newest.
+
+        Raises:
+            ContractError: Some tile's checkpoint is beyond the position, or nothing is there yet.
+        """
+        slot = self.check(ref, Status.LIVE)
+        oldest, newest = self.newest_fold(slot), int(self.committed[slot])
+        at = newest if position is None else position
+        if not oldest <= at <= newest:
+            raise ContractError("position", f"{oldest} to {newest}", position)
+        return slot, at
+
     def plan(
         self,
         slots: Sequence[int],

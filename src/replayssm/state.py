@@ -4,6 +4,7 @@ The order of a forward is always the same::
 
     ticket = pool.begin(refs, lengths)           # decides where every row stands
     for layer in range(pool.num_layers):
+        x = pool.conv_(ticket, layer, x, weight) # only layers with a convolution
         y = pool.step_(ticket, layer, block)     # every layer sees the same counts
     pool.commit_(ticket, num_accepted)           # the count moves, once
 
@@ -18,14 +19,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replayssm.errors import CapacityError, ContractError, ReplayError, TicketError
-from replayssm.ops import compact_, fold_, reference, step_
+from replayssm.errors import CapacityError, ContractError
+from replayssm.ops import compact_, conv, conv_, fold_, materialise, reference, step_
 from replayssm.ops.dispatch import choose
+from replayssm.ops.validation import check_admission
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec, allocate
-from replayssm.ticket import Ticket, check_paths, per_row, tree_parents
-from replayssm.transfer import SlotImage, read_slot, write_slot_
+from replayssm.ticket import Ticket, check_lengths, check_paths, per_row, tree_parents
+from replayssm.transfer import SlotImage, copy_slot_, read_slot, write_slot_
 from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class StatePool:
         device: Where everything lives.
         impl: Implementation; ``pool.impl`` tells what ``auto`` chose.
         debug: Refuse NaN, infinite and growing (g > 0) inputs of every step and admission.
+        exact: Outputs and states are the standard step's, bit for bit (``f32``, ``s32``; slower).
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class StatePool:
         device: torch.device | str = "cpu",
         impl: Impl | str = Impl.AUTO,
         debug: bool = False,
+        exact: bool = False,
     ) -> None:
         if not layers:
             raise ContractError("layers", "at least one layer", "none")
@@ -68,7 +72,7 @@ class StatePool:
         self.impl = choose(Impl(impl), self.device, tiles=self.ring.tiles)
         self.debug = debug
         self.specs = tuple(
-            StorageSpec(layer, self.format, self.ring, ring_dtype) for layer in layers
+            StorageSpec(layer, self.format, self.ring, ring_dtype, exact) for layer in layers
         )
         self.stores = tuple(allocate(spec, slots, self.device) for spec in self.specs)
         self.device = self.stores[0].high.device  # with the index that "cuda" leaves out
@@ -78,6 +82,11 @@ class StatePool:
     def num_layers(self) -> int:
         """Recurrent layers served."""
         return len(self.stores)
+
+    @property
+    def num_convs(self) -> int:
+        """Layers with a convolution."""
+        return sum(store.conv is not None for store in self.stores)
 
     @property
     def num_slots(self) -> int:
@@ -102,12 +111,19 @@ class StatePool:
         return self._slots.newest_fold(self._slots.check(ref, Status.LIVE, Status.OPEN))
 
     @torch.no_grad()
-    def admit_(self, states: Sequence[Tensor] | None = None, position: int = 0) -> SlotRef:
+    def admit_(
+        self,
+        states: Sequence[Tensor] | None = None,
+        position: int = 0,
+        windows: Sequence[Tensor | None] | None = None,
+    ) -> SlotRef:
         """Take a free slot and write a prefill state into its planes.
 
         Args:
             states: One ``[HV, V, K]`` state per layer, any float dtype; None is the zero state.
             position: Tokens that the state has seen.
+            windows: Per layer the raw inputs of its convolution before ``position``,
+                ``[C, width - 1]`` with the newest last, or None for zeros.
 
         Returns:
             The slot's name.
@@ -118,13 +134,15 @@ class StatePool:
         """
         if position < 0:
             raise ContractError("position", "a non-negative integer", position)
-        self._check_states(states)
+        check_admission(self.specs, states, windows, self.device, finite=self.debug)
         ref = self._slots.take()
         for i, store in enumerate(self.stores):
             layer = store.spec.layer
             shape = (layer.value_heads, layer.value_dim, layer.key_dim)
             state = torch.zeros(shape, device=self.device) if states is None else states[i]
             reference.admit_(store, ref.slot, state)
+            if store.conv is not None:
+                conv.admit_(store, ref.slot, position, None if windows is None else windows[i])
         self._slots.set_counts(ref.slot, position, position, position)
         return ref
 
@@ -149,11 +167,7 @@ class StatePool:
             SlotError: A slot is free, stale, invalid, named twice or already in a forward.
             ContractError: A length or a parent is out of range.
         """
-        counts: list[int] = []
-        for count in per_row("lengths", lengths, len(refs)):
-            if count is None or not 1 <= count <= self.ring.max_block:
-                raise ContractError("lengths", f"1 to max_block ({self.ring.max_block})", count)
-            counts.append(count)
+        counts = check_lengths(lengths, len(refs), self.ring.max_block)
         slots = self._slots.check_rows(refs, Status.LIVE)
         plan = self._slots.plan(slots, counts, tree_parents(parents, counts))
         self._slots.mark(slots, Status.OPEN)
@@ -176,16 +190,9 @@ class StatePool:
             TicketError: The ticket is spent, foreign, or has run this layer already.
             SlotError: A slot was released since the ticket was opened.
         """
-        self._check_ticket(ticket)
-        if not 0 <= layer < self.num_layers:
-            raise ContractError("layer", f"0 to {self.num_layers - 1}", layer)
-        if layer in ticket.visited:
-            raise TicketError(f"layer {layer} has already run in this forward")
-        for ref in ticket.refs:
-            if ref is not None:
-                self._slots.check(ref, Status.OPEN)
-        try:
-            y = step_(
+        ticket.check_owner(self)
+        with ticket.turn(self._slots, ticket.stepped, layer, self.num_layers):
+            return step_(
                 self.stores[layer],
                 ticket.plan,
                 block,
@@ -194,13 +201,18 @@ class StatePool:
                 out=out,
                 debug=self.debug,
             )
-        except ReplayError:
-            raise  # refused before anything was written; the forward may be tried again
-        except BaseException:
-            self._slots.mark(ticket.plan.slots.tolist(), Status.INVALID)
-            raise
-        ticket.visited.add(layer)
-        return y
+
+    def conv_(
+        self, ticket: Ticket, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        """Run one layer's convolution in an open forward; see :func:`replayssm.ops.conv_`.
+
+        Mutates the ring of the convolution's inputs; counts do not move. Errors as :meth:`step_`.
+        """
+        ticket.check_owner(self)
+        with ticket.turn(self._slots, ticket.convolved, layer, self.num_layers):
+            plan, store = ticket.plan, self.stores[layer]
+            return conv_(store, plan, x, weight, bias, debug=self.debug)
 
     def commit_(self, ticket: Ticket, num_accepted: Sequence[int | None] | int) -> None:
         """Move every row's count and close the forward.
@@ -217,12 +229,13 @@ class StatePool:
             SlotError: A slot was released and its entry is not None; nothing changed.
             ContractError: A number is out of range; nothing changed.
         """
-        self._check_ticket(ticket)
+        ticket.check_owner(self)
         counts = per_row("num_accepted", num_accepted, len(ticket.refs))
         if ticket.plan.parents is not None:
             self.commit_paths_(ticket, [None if n is None else range(n) for n in counts])
         else:
-            self._close(ticket, self._accepted_rows(ticket, counts))
+            rows = ticket.accepted_rows(self._slots, counts)
+            ticket.close(self._slots, rows, self.num_layers, self.num_convs)
 
     def commit_paths_(self, ticket: Ticket, paths: Sequence[Sequence[int] | None]) -> None:
         """Keep one root-to-node path of every row's tree and close the forward.
@@ -237,13 +250,14 @@ class StatePool:
         Raises:
             ContractError: A path does not go down its row's tree from a root; nothing was changed.
         """
-        self._check_ticket(ticket)
+        ticket.check_owner(self)
         kept = check_paths(ticket, paths)
-        rows = self._accepted_rows(ticket, [None if p is None else len(p) for p in kept])
-        if len(ticket.visited) == self.num_layers:
+        counts = [None if path is None else len(path) for path in kept]
+        rows = ticket.accepted_rows(self._slots, counts)
+        if ticket.is_complete(self.num_layers, self.num_convs):
             for store in self.stores:
                 compact_(store, ticket.plan, kept)
-        self._close(ticket, rows)
+        ticket.close(self._slots, rows, self.num_layers, self.num_convs)
 
     def crop_(self, refs: Sequence[SlotRef], tokens: Sequence[int] | int) -> None:
         """Take back the newest committed entries of slots: their counts move, nothing else does.
@@ -280,9 +294,7 @@ class StatePool:
         """
         source = self._slots.check(ref, Status.LIVE)
         copy = self._slots.take()
-        for store in self.stores:
-            for tensor in store.present().values():
-                tensor[copy.slot] = tensor[source]
+        copy_slot_(self.stores, source, copy.slot)
         self._slots.set_counts(copy.slot, *self._slots.counts(source))
         return copy
 
@@ -320,13 +332,22 @@ class StatePool:
             ref: Slot.
             position: Absolute token count from :meth:`oldest` to ``committed`` (the default).
         """
-        slot = self._slots.check(ref, Status.LIVE)
-        base, folded, newest = self._slots.counts(slot)
-        oldest = self._slots.newest_fold(slot)
-        at = newest if position is None else position
-        if not oldest <= at <= newest:
-            raise ContractError("position", f"{oldest} to {newest}", position)
-        return [reference.materialise(store, slot, base, folded, at) for store in self.stores]
+        slot, at = self._slots.rebuildable(ref, position)
+        base, folded, _ = self._slots.counts(slot)
+        return [materialise(s, slot, base, folded, at, impl=self.impl) for s in self.stores]
+
+    def conv_windows(self, ref: SlotRef, position: int | None = None) -> list[Tensor | None]:
+        """Return every layer's ``[C, width - 1]`` inputs before a position, the newest last.
+
+        Args:
+            ref: Slot.
+            position: As in :meth:`materialise`: wherever a state can be rebuilt, so can these.
+
+        Returns:
+            Copies in the ring's dtype; None for a layer without a convolution.
+        """
+        slot, at = self._slots.rebuildable(ref, position)
+        return [None if s.conv is None else conv.window(s, slot, at) for s in self.stores]
 
     def export(self, ref: SlotRef) -> SlotImage:
         """Return a self-describing copy of a slot: planes, scales, live entries and counts."""
@@ -345,54 +366,3 @@ class StatePool:
         write_slot_(self.stores, ref.slot, image)
         self._slots.set_counts(ref.slot, image.base, image.folded, image.committed)
         return ref
-
-    def _check_ticket(self, ticket: Ticket) -> None:
-        if ticket.owner is not self:
-            raise TicketError("the ticket belongs to another pool")
-        if ticket.is_spent:
-            raise TicketError("the ticket is spent; begin a new forward")
-
-    def _check_states(self, states: Sequence[Tensor] | None) -> None:
-        if states is None:
-            return
-        if len(states) != self.num_layers:
-            raise ContractError("states", f"{self.num_layers} tensors, one a layer", len(states))
-        for i, (state, spec) in enumerate(zip(states, self.specs, strict=True)):
-            at = spec.layer
-            shape = (at.value_heads, at.value_dim, at.key_dim)
-            if tuple(state.shape) != shape:
-                raise ContractError(f"states[{i}]", f"shape {shape}", tuple(state.shape))
-            if state.device != self.device or not state.is_floating_point():
-                expected = f"a float tensor on {self.device}"
-                raise ContractError(f"states[{i}]", expected, f"{state.dtype} on {state.device}")
-            if self.debug and not bool(torch.isfinite(state).all()):
-                raise ContractError(f"states[{i}]", "finite values", "NaN or infinity")
-
-    def _close(self, ticket: Ticket, rows: list[tuple[int, int]]) -> None:
-        slots = [slot for slot, _ in rows]
-        ticket.is_spent = True
-        missing = self.num_layers - len(ticket.visited)
-        if missing and ticket.visited:
-            self._slots.mark(slots, Status.INVALID)
-            raise TicketError(
-                f"{missing} of {self.num_layers} layers never ran in this forward; "
-                "its slots are invalid now, release them"
-            )
-        self._slots.mark(slots, Status.LIVE)
-        if not missing:
-            for slot, accepted in rows:
-                self._slots.advance(slot, accepted)
-        elif any(accepted for _, accepted in rows):
-            raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
-
-    def _accepted_rows(self, ticket: Ticket, counts: Sequence[int | None]) -> list[tuple[int, int]]:
-        accepted = []
-        for row, (ref, count) in enumerate(zip(ticket.refs, counts, strict=True)):
-            if ref is None or (count is None and self._slots.is_stale(ref)):
-                continue
-            self._slots.check(ref, Status.OPEN)
-            length = int(ticket.plan.lengths[row])
-            if count is None or not 0 <= count <= length:
-                raise ContractError("num_accepted", f"0 to {length} for row {row}", count)
-            accepted.append((ref.slot, count))
-        return accepted

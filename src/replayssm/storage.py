@@ -5,6 +5,8 @@ Rings are head-major, so that the entries of one head are contiguous:
     k ``[S, H, R, K]``   v ``[S, HV, R, V]``
     g ``[S, HV, R]`` or ``[S, HV, R, K]``   w ``[S, HV, R]``
 
+The raw inputs of a layer's convolution have a ring of their own, conv ``[S, Rc, C]``.
+
 Planes are ``[S, HV, V, K]``, row scales ``[S, HV, V]`` and column scales ``[S, HV, tiles, K]``:
 every value tile has its own, so that it is encoded and decoded by itself.
 """
@@ -17,31 +19,37 @@ from math import prod
 import torch
 from torch import Tensor
 
-from replayssm.errors import ContractError
+from replayssm.errors import ContractError, UnsupportedError
 from replayssm.formats import FORMATS, Planes
 from replayssm.ring import RingSpec
 from replayssm.types import Format, LayerSpec
 
 RING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FIELDS = ("high", "low", "row_scale", "columns", "k", "v", "g", "w")
-RING_FIELDS = ("k", "v", "g", "w")
+FIELDS = ("high", "low", "row_scale", "columns", "k", "v", "g", "w", "conv")
+# the rings, and which dimension of one slot's ring counts its entries
+RING_AXES = {"k": 1, "v": 1, "g": 1, "w": 1, "conv": 0}
+# the formats that hold fp32 whole
+EXACT_FORMATS = (Format.F32, Format.S32)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageSpec:
-    """Everything that decides the shape and dtype of a layer's tensors.
+    """Everything that decides the shape and dtype of a layer's tensors, and what they promise.
 
     Attributes:
         layer: Geometry.
         format: State format of the checkpoint.
         ring: Ring sizes.
-        ring_dtype: dtype of k and v entries; gates and write strengths are always fp32.
+        ring_dtype: dtype of k, v and conv entries; gates and write strengths are always fp32.
+        exact: States are rebuilt entry by entry with the standard step's own operations, so outputs
+            and states are those of the same implementation's standard step, bit for bit.
     """
 
     layer: LayerSpec
     format: Format
     ring: RingSpec
     ring_dtype: torch.dtype = torch.float32
+    exact: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", Format(self.format))
@@ -50,6 +58,11 @@ class StorageSpec:
         if self.ring.tiles > self.layer.value_dim:
             raise ContractError(
                 "tiles", f"at most value_dim ({self.layer.value_dim})", self.ring.tiles
+            )
+        if self.exact and (self.format not in EXACT_FORMATS or self.ring.tiles != 1):
+            raise UnsupportedError(
+                "exact=True: needs a state in f32 or s32 and whole slots folded at once (tiles=1), "
+                f"not {self.format.value} and tiles={self.ring.tiles}"
             )
 
     def shapes(self, slots: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -68,7 +81,21 @@ class StorageSpec:
         table["v"] = ((slots, hv, entries, v_dim), self.ring_dtype)
         table["g"] = ((slots, hv, entries, *gate[1:]), torch.float32)
         table["w"] = ((slots, hv, entries), torch.float32)
+        if at.conv is not None:
+            length = self.ring.conv_len(at.conv.width)
+            table["conv"] = ((slots, length, at.conv.channels), self.ring_dtype)
         return table
+
+    def live_entries(self, name: str, live: range) -> list[int]:
+        """Return the ring indices, oldest first, that a slot's ``live`` positions need.
+
+        These are their own entries; of a convolution's inputs also the ``width - 1`` before them.
+        """
+        conv = self.layer.conv
+        if name != "conv" or conv is None:
+            return [p % self.ring.ring_len for p in live]
+        length = self.ring.conv_len(conv.width)
+        return [p % length for p in range(live.start - conv.width + 1, live.stop)]
 
     def nbytes(self, slots: int) -> int:
         """Return the exact bytes that :func:`allocate` takes for ``slots`` slots."""
@@ -76,8 +103,8 @@ class StorageSpec:
 
     def ring_nbytes(self, slots: int) -> int:
         """Return the part of :meth:`nbytes` that rings take."""
-        table = self.shapes(slots)
-        return sum(prod(table[f][0]) * table[f][1].itemsize for f in RING_FIELDS)
+        rings = [entry for name, entry in self.shapes(slots).items() if name in RING_AXES]
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in rings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +123,7 @@ class LayerStore:
     low: Tensor | None = None
     row_scale: Tensor | None = None
     columns: Tensor | None = None
+    conv: Tensor | None = None
 
     @property
     def slots(self) -> int:

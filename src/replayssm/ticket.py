@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replayssm.errors import ContractError
+from replayssm.errors import ContractError, ReplayError, TicketError
+from replayssm.slots import SlotRef, SlotTable, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from replayssm.ring import BlockPlan
-    from replayssm.slots import SlotRef
 
 
 @dataclass(slots=True, eq=False)
@@ -27,15 +28,115 @@ class Ticket:
         refs: Slot of each row, None for a pad row.
         plan: The integers every layer uses.
         owner: The pool that opened it.
-        visited: Layers that have run.
+        stepped: Layers whose step has run.
+        convolved: Layers whose convolution has run.
         is_spent: Whether it was committed.
     """
 
     refs: tuple[SlotRef | None, ...]
     plan: BlockPlan
     owner: object
-    visited: set[int] = field(default_factory=set)
+    stepped: set[int] = field(default_factory=set)
+    convolved: set[int] = field(default_factory=set)
     is_spent: bool = False
+
+    def check_owner(self, pool: object) -> None:
+        """Refuse a ticket that is spent or was opened by another pool."""
+        if self.owner is not pool:
+            raise TicketError("the ticket belongs to another pool")
+        if self.is_spent:
+            raise TicketError("the ticket is spent; begin a new forward")
+
+    @contextmanager
+    def turn(self, table: SlotTable, done: set[int], layer: int, layers: int) -> Iterator[None]:
+        """Run one layer's work, once: record it in ``done``, or leave the slots invalid.
+
+        Args:
+            table: The slots of the pool.
+            done: Layers that have done this work, :attr:`stepped` or :attr:`convolved`.
+            layer: Whose turn it is.
+            layers: Layers of the pool.
+
+        Raises:
+            ContractError: There is no such layer.
+            TicketError: The layer has done this work already.
+            SlotError: A slot was released since the ticket was opened.
+        """
+        if not 0 <= layer < layers:
+            raise ContractError("layer", f"0 to {layers - 1}", layer)
+        if layer in done:
+            raise TicketError(f"layer {layer} has already run in this forward")
+        for ref in self.refs:
+            if ref is not None:
+                table.check(ref, Status.OPEN)
+        try:
+            yield
+        except ReplayError:
+            raise  # refused before anything was written; the forward may be tried again
+        except BaseException:
+            table.mark(self.plan.slots.tolist(), Status.INVALID)
+            raise
+        done.add(layer)
+
+    def accepted_rows(
+        self, table: SlotTable, counts: Sequence[int | None]
+    ) -> list[tuple[int, int]]:
+        """Return ``(slot, entries to keep)`` of every row that is committed.
+
+        Args:
+            table: The slots of the pool.
+            counts: Per row the entries to keep, None where the slot was released meanwhile.
+
+        Raises:
+            SlotError: A slot was released and its count is not None.
+            ContractError: A number is out of range.
+        """
+        accepted = []
+        for row, (ref, count) in enumerate(zip(self.refs, counts, strict=True)):
+            if ref is None or (count is None and table.is_stale(ref)):
+                continue
+            table.check(ref, Status.OPEN)
+            length = int(self.plan.lengths[row])
+            if count is None or not 0 <= count <= length:
+                raise ContractError("num_accepted", f"0 to {length} for row {row}", count)
+            accepted.append((ref.slot, count))
+        return accepted
+
+    def is_complete(self, layers: int, convs: int) -> bool:
+        """Whether every layer's step and every convolution has run."""
+        return len(self.stepped) == layers and len(self.convolved) == convs
+
+    def close(
+        self, table: SlotTable, rows: Sequence[tuple[int, int]], layers: int, convs: int
+    ) -> None:
+        """Spend the ticket and move the counts of its rows.
+
+        Args:
+            table: The slots of the pool.
+            rows: Slots and entries to keep, from :meth:`accepted_rows`.
+            layers: Layers of the pool.
+            convs: How many of them have a convolution.
+
+        Raises:
+            TicketError: Some layers never ran; the slots are invalid, or untouched if none did.
+        """
+        slots = [slot for slot, _ in rows]
+        self.is_spent = True
+        if (self.stepped or self.convolved) and not self.is_complete(layers, convs):
+            table.mark(slots, Status.INVALID)
+            steps, convolutions = layers - len(self.stepped), convs - len(self.convolved)
+            missing = f"{steps} of {layers} layers"
+            if not steps:
+                missing = f"{convolutions} of {convs} convolutions"
+            raise TicketError(
+                f"{missing} never ran in this forward; its slots are invalid now, release them"
+            )
+        table.mark(slots, Status.LIVE)
+        if self.stepped:
+            for slot, accepted in rows:
+                table.advance(slot, accepted)
+        elif any(accepted for _, accepted in rows):
+            raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
 
 
 def per_row(name: str, values: Sequence[int | None] | int, rows: int) -> list[int | None]:
@@ -52,6 +153,20 @@ def per_row(name: str, values: Sequence[int | None] | int, rows: int) -> list[in
         return [None if count is None else index(count) for count in counts]
     except TypeError:
         raise ContractError(name, "integers", counts) from None
+
+
+def check_lengths(lengths: Sequence[int] | int, rows: int, max_block: int) -> list[int]:
+    """Return the tokens of every row's block.
+
+    Raises:
+        ContractError: Another number of rows, or a length that is not 1 to ``max_block``.
+    """
+    counts: list[int] = []
+    for count in per_row("lengths", lengths, rows):
+        if count is None or not 1 <= count <= max_block:
+            raise ContractError("lengths", f"1 to max_block ({max_block})", count)
+        counts.append(count)
+    return counts
 
 
 def tree_parents(

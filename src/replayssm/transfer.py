@@ -9,17 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from replayssm.errors import ContractError
-from replayssm.storage import RING_FIELDS, LayerStore, StorageSpec
+from replayssm.storage import RING_AXES, LayerStore, StorageSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replayssm.ring import RingSpec
-
-SCHEMA = "replayssm.slot/1"
+SCHEMA = "replayssm.slot/2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,8 @@ class SlotImage:
         committed: Token count.
         oldest: Absolute position of the first entry in every ring tensor.
         layers: Per layer, tensors by field: planes and scales ``[...]`` as in the store without the
-            slot dimension; rings ``[heads, committed - oldest, ...]``.
+            slot dimension; rings ``[heads, committed - oldest, ...]``; convolution inputs
+            ``[committed - oldest + width - 1, C]``.
     """
 
     schema: str
@@ -62,28 +62,32 @@ class SlotImage:
             ):
                 if mine != theirs:
                     raise ContractError(f"image layer {i} {name}", str(theirs), str(mine))
-        self._check_counts(specs[0].ring)
+        self._check_counts(specs)
         self._check_tensors(specs)
 
-    def _check_counts(self, ring: RingSpec) -> None:
+    def _check_counts(self, specs: tuple[StorageSpec, ...]) -> None:
+        ring, has_conv = specs[0].ring, any(spec.layer.conv is not None for spec in specs)
+        most = ring.most_unfolded if has_conv else ring.ring_len
         oldest, newest = ring.oldest_needed(self.base, self.folded), self.committed
         if not 0 <= self.base <= oldest == self.oldest <= newest:
             expected = f"0 <= base <= oldest ({oldest}) <= committed"
             got = f"base {self.base}, oldest {self.oldest}, committed {newest}"
             raise ContractError("image", expected, got)
-        if newest - oldest > ring.ring_len:
-            expected = f"at most {ring.ring_len} live entries"
+        if newest - oldest > most:
+            expected = f"at most {most} live entries"
             raise ContractError("image", expected, newest - oldest)
 
     def _check_tensors(self, specs: tuple[StorageSpec, ...]) -> None:
         if len(self.layers) != len(specs):
             raise ContractError("image", f"tensors of {len(specs)} layers", len(self.layers))
-        live = self.committed - self.oldest
+        live = range(self.oldest, self.committed)
         for i, (spec, tensors) in enumerate(zip(specs, self.layers, strict=True)):
             for name, (shape, dtype) in spec.shapes(1).items():
                 own = shape[1:]
-                if name in RING_FIELDS:
-                    own = (own[0], live, *own[2:])
+                if name in RING_AXES:
+                    axis = RING_AXES[name]
+                    count = len(spec.live_entries(name, live))
+                    own = (*own[:axis], count, *own[axis + 1 :])
                 x = tensors.get(name)
                 if x is None or tuple(x.shape) != own or x.dtype != dtype:
                     got = "nothing" if x is None else f"{x.dtype} {tuple(x.shape)}"
@@ -94,29 +98,36 @@ def read_slot(
     stores: Sequence[LayerStore], slot: int, base: int, folded: int, committed: int
 ) -> SlotImage:
     """Copy one slot of every layer into an image."""
-    ring = stores[0].spec.ring
-    oldest = ring.oldest_needed(base, folded)
-    index = [p % ring.ring_len for p in range(oldest, committed)]
-    layers = []
+    oldest = stores[0].spec.ring.oldest_needed(base, folded)
+    live, layers = range(oldest, committed), []
     for store in stores:
-        tensors = store.present()
-        layers.append(
-            {
-                name: (x[slot][:, index] if name in RING_FIELDS else x[slot]).clone()
-                for name, x in tensors.items()
-            }
-        )
+        tensors = {}
+        for name, x in store.present().items():
+            axis, own = RING_AXES.get(name), x[slot]
+            if axis is not None:
+                index = torch.tensor(store.spec.live_entries(name, live), dtype=torch.int64)
+                own = own.index_select(axis, index.to(x.device))
+            tensors[name] = own.clone()
+        layers.append(tensors)
     specs = tuple(store.spec for store in stores)
     return SlotImage(SCHEMA, specs, base, folded, committed, oldest, tuple(layers))
 
 
 def write_slot_(stores: Sequence[LayerStore], slot: int, image: SlotImage) -> None:
     """Overwrite one slot of every layer with an image that has been checked."""
+    live = range(image.oldest, image.committed)
     for store, tensors in zip(stores, image.layers, strict=True):
-        ring_len = store.spec.ring.ring_len
-        index = [p % ring_len for p in range(image.oldest, image.committed)]
         for name, x in store.present().items():
-            if name in RING_FIELDS:
-                x[slot][:, index] = tensors[name].to(x.device)
+            axis, given = RING_AXES.get(name), tensors[name].to(x.device)
+            if axis is None:
+                x[slot] = given
             else:
-                x[slot] = tensors[name].to(x.device)
+                index = store.spec.live_entries(name, live)
+                x[slot].movedim(axis, 0)[index] = given.movedim(axis, 0)
+
+
+def copy_slot_(stores: Sequence[LayerStore], source: int, target: int) -> None:
+    """Overwrite one slot of every layer with another one: planes, scales and rings."""
+    for store in stores:
+        for x in store.present().values():
+            x[target] = x[source]

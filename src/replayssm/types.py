@@ -4,6 +4,7 @@ Shape legend, used in every docstring of this package:
 
     B  sequences (rows) of a batch        S   slots of a pool
     T  tokens of a block                  R   entries of a ring
+    C  channels of a convolution          Rc  entries of a convolution's ring
     H  key/query heads (Mamba-2: groups)  HV  value heads, a multiple of H
     K  key dim (Mamba-2: d_state)         V   value dim (Mamba-2: head_dim)
 
@@ -75,6 +76,24 @@ class Impl(_Choice):
 
 
 @dataclass(frozen=True, slots=True)
+class ConvSpec:
+    """Geometry of the short causal convolution in front of a recurrent layer.
+
+    Attributes:
+        channels: C, channels that are convolved, each by itself.
+        width: Inputs that one output sees, its own and the ``width - 1`` before it.
+    """
+
+    channels: int
+    width: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("channels", 1), ("width", 2)):
+            if getattr(self, name) < least:
+                raise ContractError(name, f"an integer >= {least}", getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Geometry of one recurrent layer.
 
@@ -85,6 +104,7 @@ class LayerSpec:
         value_heads: HV, heads that carry their own value, gate and state; a multiple of H.
         key_dim: K.
         value_dim: V.
+        conv: The convolution whose inputs the pool keeps, None when it keeps none.
     """
 
     write: Write
@@ -93,6 +113,7 @@ class LayerSpec:
     value_heads: int
     key_dim: int
     value_dim: int
+    conv: ConvSpec | None = None
 
     def __post_init__(self) -> None:
         # the code compares by identity, so a plain string would silently mean the other choice

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from replayssm.errors import ContractError
-from replayssm.ops import reference
+from replayssm.ops import conv, reference
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_block, check_slots, check_tensor
+from replayssm.ops.validation import (
+    check_block,
+    check_conv,
+    check_exact,
+    check_slots,
+    check_targets,
+    check_tensor,
+    check_tree,
+)
+from replayssm.ring import BlockPlan
 from replayssm.types import Block, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replayssm.ring import BlockPlan
+    from numpy.typing import NDArray
+
     from replayssm.storage import LayerStore
 
-__all__ = ["compact_", "fold_", "standard_", "step_"]
+__all__ = ["compact_", "conv_", "fold_", "materialise", "standard_", "step_"]
 
 
 @torch.no_grad()
@@ -41,7 +52,7 @@ def step_(
     Args:
         store: Tensors of one layer.
         plan: Rows of this forward, shared by all layers.
-        block: ``[B, T, ...]`` inputs; T = 1 is an ordinary step.
+        block: ``[B, T, ...]`` inputs, a chain or a tree; T = 1 is an ordinary step.
         depth: Planes to read, for all rows or per row.
         impl: Implementation.
         out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
@@ -52,24 +63,61 @@ def step_(
 
     Raises:
         ContractError: An argument does not fit; nothing was changed.
-        UnsupportedError: ``impl`` cannot serve this device.
+        UnsupportedError: ``impl`` cannot serve this device, or an exact store a high read.
     """
     device = store.high.device
     check_slots(plan, store.slots)
+    check_tree(plan)
     check_block(store.spec.layer, plan, block, device, finite=debug)
     depths = _per_row(depth, plan.rows)
+    check_exact(store.spec, depths, block)
     out = _output(out, block, device)
     ring = store.spec.ring
     if int(plan.lengths.max(initial=0)) > ring.max_block:
         raise ContractError("block", f"at most max_block ({ring.max_block}) tokens", block.tokens)
-    is_tree = plan.parents is not None
-    if choose(impl, device, tiles=ring.tiles, tree=is_tree) is Impl.CPU:
+    if choose(impl, device, tiles=ring.tiles) is Impl.CPU:
         from replayssm.ops import cpu
 
         cpu.step_(store, plan, block, depths, out)
     else:
         reference.step_(store, plan, block, depths, out)
     return out
+
+
+@torch.no_grad()
+def conv_(
+    store: LayerStore,
+    plan: BlockPlan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    debug: bool = False,
+) -> Tensor:
+    """Run the causal depthwise convolution of a block and keep its raw inputs.
+
+    Mutates the convolution's ring at the block's positions. Counts do not move.
+
+    Args:
+        store: Tensors of one layer that has a convolution.
+        plan: Rows of this forward, shared by all layers; chains or trees.
+        x: ``[B, T, C]`` raw inputs.
+        weight: ``[C, width]``, the tap of the token itself last.
+        bias: ``[C]`` or None.
+        debug: Refuse NaN and infinite inputs.
+
+    Returns:
+        ``[B, T, C]`` in x's dtype, summed in fp32, no activation; pad rows and tokens past a row's
+        length are 0.
+
+    Raises:
+        ContractError: An argument does not fit, or the layer has no convolution; nothing was
+            changed.
+    """
+    check_slots(plan, store.slots)
+    check_tree(plan)
+    check_conv(store.spec, plan, x, weight, bias, store.high.device, finite=debug)
+    return conv.conv_(store, plan, x, weight, bias)
 
 
 def fold_(store: LayerStore, plan: BlockPlan, *, impl: Impl = Impl.AUTO) -> None:
@@ -97,6 +145,32 @@ def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...]
         paths: Per row the kept nodes, oldest first; None or empty moves nothing.
     """
     reference.compact_(store, plan, paths)
+    if store.conv is not None:
+        conv.compact_(store, plan, paths)
+
+
+@torch.no_grad()
+def materialise(
+    store: LayerStore, slot: int, base: int, folded: int, position: int, *, impl: Impl = Impl.AUTO
+) -> Tensor:
+    """Return the ``[HV, V, K]`` fp32 state at ``position``; the slot is untouched.
+
+    Arguments are those of :func:`replayssm.ops.reference.materialise`. An exact store's state is
+    the one that ``impl``'s standard step would have left.
+    """
+    start = store.spec.ring.folded_to(0, base, folded)
+    if not store.spec.exact or start == position:
+        return reference.materialise(store, slot, base, folded, position)
+    state = reference.materialise(store, slot, base, folded, start).clone().unsqueeze(0)
+    index = [p % store.spec.ring.ring_len for p in range(start, position)]
+    k, v, g, w = (
+        x[slot][:, index].transpose(0, 1).unsqueeze(0) for x in (store.k, store.v, store.g, store.w)
+    )
+    zero = np.zeros(1, np.int64)
+    plan = BlockPlan(zero, zero, zero, zero, zero + len(index))
+    # outputs are not asked for: any query does
+    standard_(state, store.spec.layer, plan, Block(k, k, v, g, w), impl=impl)
+    return state[0]
 
 
 @torch.no_grad()
@@ -108,10 +182,11 @@ def standard_(
     *,
     impl: Impl = Impl.AUTO,
     out: Tensor | None = None,
+    targets: NDArray[np.int64] | None = None,
 ) -> Tensor:
     """Run the standard step, which rewrites the whole state for every token.
 
-    Mutates ``state`` at the plan's slots and ``out``.
+    Mutates ``out``, and ``state`` at the plan's slots or, when given, at ``targets`` only.
 
     Args:
         state: ``[S, HV, V, K]`` fp32 or bf16 (then rounded after every token).
@@ -120,6 +195,8 @@ def standard_(
         block: ``[B, T, ...]`` inputs, a chain.
         impl: Implementation.
         out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+        targets: ``[B, T]`` slots that get the state after each token, which the next token then
+            continues from; None rewrites in place. No slot may belong to two rows.
 
     Returns:
         ``[B, T, HV, V]``.
@@ -135,13 +212,15 @@ def standard_(
         raise ContractError("state", "float32 or bfloat16", state.dtype)
     if plan.parents is not None:
         raise ContractError("plan", "chains on the standard path", "a tree")
+    if targets is not None:
+        check_targets(plan, targets, block.tokens, state.shape[0])
     out = _output(out, block, state.device)
     if choose(impl, state.device) is Impl.CPU:
         from replayssm.ops import cpu
 
-        cpu.standard_(state, plan, block, layer.write, out)
+        cpu.standard_(state, plan, block, layer.write, out, targets)
     else:
-        reference.standard_(state, plan, block, layer.write, out)
+        reference.standard_(state, plan, block, layer.write, out, targets)
     return out
 
 

@@ -24,6 +24,9 @@ from replayssm.types import Block, Decay, ReadDepth, Write
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
 
@@ -147,7 +150,8 @@ def gather(store: LayerStore, slot: int, start: int, stop: int, dtype: torch.dty
     if store.spec.layer.decay is Decay.SCALAR:
         g = g.unsqueeze(-1)
     fields = (k, store.v[slot][:, index], g, store.w[slot][:, index])
-    return Entries(*(x.transpose(0, 1).to(dtype) for x in fields))
+    # laid out as a block is: torch's own bits may depend on strides
+    return Entries(*(x.transpose(0, 1).contiguous().to(dtype) for x in fields))
 
 
 def append_(store: LayerStore, plan: BlockPlan, block: Block) -> None:
@@ -258,7 +262,11 @@ def step_(
     append_(store, plan, block)
     out.zero_()
     for row in range(plan.rows):
-        if plan.slots[row] >= 0:
+        if plan.slots[row] < 0:
+            continue
+        if store.spec.exact and compute is torch.float32:
+            _read_row_exactly(store, plan, block, row, out[row])
+        else:
             _read_row(store, plan, block, row, depth[row], out[row], compute)
 
 
@@ -286,6 +294,23 @@ def _read_row(
             x, y = pull_back(q[t], entries.select(path), layer.write)
             y = torch.einsum("hvk,hk->hv", state, x) + y
             out[t, :, rows.start : rows.stop] = y.to(out.dtype)
+
+
+def _read_row_exactly(
+    store: LayerStore, plan: BlockPlan, block: Block, row: int, out: Tensor
+) -> None:
+    # one tile, fp32 planes: the operations, and the order, of standard_ along every path
+    layer, length = store.spec.layer, int(plan.lengths[row])
+    slot, base, first = (int(x[row]) for x in (plan.slots, plan.base, plan.committed))
+    folded = max(int(plan.folded[row]), first)
+    state = materialise(store, slot, base, folded, first)
+    entries = gather(store, slot, first, first + length, torch.float32)
+    q = expand_heads(block.q[row].float(), layer.value_heads, 1)
+    states = {-1: state}
+    for t in range(length):
+        parent = t - 1 if plan.parents is None else int(plan.parents[row, t])
+        states[t] = write_entry(states[parent], entries, t, layer.write)
+        out[t] = torch.einsum("hvk,hk->hv", states[t], q[t]).to(out.dtype)
 
 
 def materialise(store: LayerStore, slot: int, base: int, folded: int, position: int) -> Tensor:
@@ -316,11 +341,20 @@ def admit_(store: LayerStore, slot: int, state: Tensor) -> None:
         _encode_tile_(store, slot, tile, state[:, rows.start : rows.stop].float())
 
 
-def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: Tensor) -> None:
+def standard_(
+    state: Tensor,
+    plan: BlockPlan,
+    block: Block,
+    write: Write,
+    out: Tensor,
+    targets: NDArray[np.int64] | None = None,
+) -> None:
     """Run the standard step: rewrite each row's state ``[S, HV, V, K]`` token by token.
 
-    The state may be fp32 or bf16 (rounded after every token, before it is read again); the output
-    is computed from the state before that rounding.
+    With ``targets`` ``[B, T]`` the state after token t of row b is written to slot
+    ``targets[b, t]`` instead, and the next token continues from there. The state may be fp32 or
+    bf16 (rounded after every token, before it is read again); the output is computed from the state
+    before that rounding.
     """
     out.zero_()
     hv = state.shape[1]
@@ -334,4 +368,5 @@ def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: T
         for t in range(length):
             fresh = write_entry(state[slot].float(), entries, t, write)
             out[row, t] = torch.einsum("hvk,hk->hv", fresh, q[t]).to(out.dtype)
+            slot = slot if targets is None else int(targets[row, t])
             state[slot] = fresh.to(state.dtype)

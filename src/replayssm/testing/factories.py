@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from replayssm.ring import BlockPlan
-from replayssm.types import Block, Decay, LayerSpec, Write
+from replayssm.types import Block, ConvSpec, Decay, LayerSpec, Write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,9 +41,10 @@ def make_layer(
     decay: Decay,
     heads: tuple[int, int] = (2, 4),
     dims: tuple[int, int] = (24, 20),
+    conv: tuple[int, int] | None = None,
 ) -> LayerSpec:
-    """Return a layer; ``heads`` is ``(H, HV)`` and ``dims`` is ``(K, V)``."""
-    return LayerSpec(write, decay, *heads, *dims)
+    """Return a layer; ``heads`` is ``(H, HV)``, ``dims`` is ``(K, V)``, ``conv`` ``(C, width)``."""
+    return LayerSpec(write, decay, *heads, *dims, None if conv is None else ConvSpec(*conv))
 
 
 def make_block(
@@ -87,6 +88,19 @@ def make_block(
     g = _gates(layer, rows, tokens, regime, rng)
     w = _strengths(layer, rows, tokens, regime, rng)
     return Block(q.to(dtype), k.to(dtype), v.to(dtype), g, w)
+
+
+def make_taps(conv: ConvSpec, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Return a convolution's ``[C, width]`` weight and ``[C]`` bias."""
+    rng = torch.Generator().manual_seed(seed)
+    weight = torch.randn(conv.channels, conv.width, generator=rng)
+    return weight, torch.randn(conv.channels, generator=rng)
+
+
+def make_inputs(conv: ConvSpec, rows: int, tokens: int, *, seed: int) -> Tensor:
+    """Return ``[B, T, C]`` raw inputs of a convolution."""
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, tokens, conv.channels, generator=rng)
 
 
 def make_state(

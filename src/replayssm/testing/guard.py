@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replayssm.storage import RING_FIELDS, LayerStore
+from replayssm.storage import RING_AXES, LayerStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,12 +87,13 @@ def poison_slot_(store: LayerStore, slot: int) -> None:
         poison_(x[slot])
 
 
-def poison_dead_(store: LayerStore, slot: int, live: Iterable[int]) -> None:
-    """Poison the ring of one slot except the entries at absolute positions ``live``."""
-    ring_len = store.spec.ring.ring_len
-    dead = sorted(set(range(ring_len)) - {p % ring_len for p in live})
-    for name in RING_FIELDS:
-        store.present()[name][slot][:, dead] = torch.nan
+def poison_dead_(store: LayerStore, slot: int, live: range) -> None:
+    """Poison the rings of one slot except what the absolute positions ``live`` need."""
+    for name, x in store.present().items():
+        if name in RING_AXES:
+            entries = x[slot].movedim(RING_AXES[name], 0)
+            dead = set(range(len(entries))) - set(store.spec.live_entries(name, live))
+            entries[sorted(dead)] = torch.nan
 
 
 def slot_digest(store: LayerStore, slot: int) -> str:
@@ -104,10 +105,10 @@ def slot_digest(store: LayerStore, slot: int) -> str:
 
 
 def plane_digest(store: LayerStore, slot: int) -> str:
-    """Return a hash of one slot's planes and scales, without its ring."""
+    """Return a hash of one slot's planes and scales, without its rings."""
     digest = blake2b(digest_size=16)
     for name, x in store.present().items():
-        if name not in RING_FIELDS:
+        if name not in RING_AXES:
             digest.update(_bytes(x[slot]))
     return digest.hexdigest()
 

@@ -145,30 +145,31 @@ def make_see(kind: int) -> tuple[Callable[..., Eight], Callable[..., tuple[Vec, 
 
 
 def make_write(kind: int) -> tuple[Callable[..., Four], Callable[..., Vec]]:
-    """Return ``S <- S D + u k`` of (four rows, one row); both return lanes of ``S D q``."""
+    """Return (four rows, one row): ``S D + u k`` to any place, and lanes of ``S D q``."""
     size = 4 if kind == IS_F32 else 2
 
     @inlined
-    def renew(p: int, u: Vec, k: Vec, d: Vec, x: Vec, a: Vec, n: int) -> Vec:
+    def renew(p: int, to: int, u: Vec, k: Vec, d: Vec, x: Vec, a: Vec, n: int) -> Vec:
         s = load_as(p, kind, n)
-        store_as(p, kind, fma(u, k, mul(s, d)), n)
+        store_as(to, kind, fma(u, k, mul(s, d)), n)
         return fma(s, x, a)
 
     @inlined
     def chunk(
-        p: int, step: int, us: Four, key: int, decay: int, query: int, i: int, n: int, sums: Four
+        p: int, to: int, step: int, us: Four, at: tuple[int, int, int], i: int, n: int, sums: Four
     ) -> Four:
-        k, f, x, at = load(key + 4 * i), load(decay + 4 * i), load(query + 4 * i), p + size * i
+        k, f, x = load(at[0] + 4 * i), load(at[1] + 4 * i), load(at[2] + 4 * i)
         a, b, c, d = sums
-        a = renew(at, us[0], k, f, x, a, n)
-        b = renew(at + step, us[1], k, f, x, b, n)
-        c = renew(at + 2 * step, us[2], k, f, x, c, n)
-        d = renew(at + 3 * step, us[3], k, f, x, d, n)
+        p, to = p + size * i, to + size * i
+        a = renew(p, to, us[0], k, f, x, a, n)
+        b = renew(p + step, to + step, us[1], k, f, x, b, n)
+        c = renew(p + 2 * step, to + 2 * step, us[2], k, f, x, c, n)
+        d = renew(p + 3 * step, to + 3 * step, us[3], k, f, x, d, n)
         return a, b, c, d
 
     @inlined
     def write_four(
-        p: int, step: int, written: int, key: int, decay: int, query: int, keys: int, is_far: int
+        p: int, to: int, step: int, written: int, at: tuple[int, int, int], keys: int, is_far: int
     ) -> Four:
         o, whole = zero(), keys // LANES * LANES
         u = (splat(get(written)), splat(get(written + 4)))
@@ -179,17 +180,17 @@ def make_write(kind: int) -> tuple[Callable[..., Four], Callable[..., Vec]]:
                 if is_far:
                     fetch_two(p + size * i + AHEAD, step)
                 fetch_two(p + size * i + AHEAD + 2 * step, step)
-            sums = chunk(p, step, us, key, decay, query, i, LANES, sums)
+            sums = chunk(p, to, step, us, at, i, LANES, sums)
         if whole < keys:
-            sums = chunk(p, step, us, key, decay, query, whole, keys - whole, sums)
+            sums = chunk(p, to, step, us, at, whole, keys - whole, sums)
         return sums
 
     @inlined
-    def write_one(p: int, u: float, key: int, decay: int, query: int, keys: int) -> Vec:
+    def write_one(p: int, to: int, u: float, at: tuple[int, int, int], keys: int) -> Vec:
         a, factor = zero(), splat(u)
         for i in range(0, keys, LANES):
-            k, f, x = load(key + 4 * i), load(decay + 4 * i), load(query + 4 * i)
-            a = renew(p + size * i, factor, k, f, x, a, keys - i)
+            k, f, x = load(at[0] + 4 * i), load(at[1] + 4 * i), load(at[2] + 4 * i)
+            a = renew(p + size * i, to + size * i, factor, k, f, x, a, keys - i)
         return a
 
     return write_four, write_one
@@ -198,18 +199,19 @@ def make_write(kind: int) -> tuple[Callable[..., Four], Callable[..., Vec]]:
 def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return (four rows, one row) for one element type of the state.
 
-    Both advance rows by one token: ``y = (S D) q + u (k . q)``, ``S <- S D + u k``. An additive
-    write knows u beforehand and needs one sweep; a delta write sweeps twice, the second time in the
-    nearest cache. A row is summed in the same order in both.
+    Both advance rows by one token: ``y = (S D) q + u (k . q)``, and ``S D + u k`` is written to
+    ``to``, which may be S itself. An additive write knows u beforehand and needs one sweep; a delta
+    write sweeps twice, the second time in the nearest cache. A row is summed in the same order in
+    both.
     """
     see_four, see_one = make_see(kind)
     write_four, write_one = make_write(kind)
 
     @device
-    def four_rows(at: StandardAt, p: int, base: int, t: int, r: int) -> None:
+    def four_rows(at: StandardAt, p: int, to: int, base: int, t: int, r: int) -> None:
         step, row, keys = at.state_row, t * at.key_row, at.key_dim
         key, query, seen = base + at.key + row, base + at.query + row, base + at.seen + row
-        decay, sums = base + at.decay + row, base + at.sums
+        keyed, sums = (key, base + at.decay + row, query), base + at.sums
         place = t * at.value_row + 4 * r
         value, y = base + at.value + place, base + at.y + place
         w, match = get(base + at.strength + 8 * t), get(base + at.strength + 8 * t + 4)
@@ -220,17 +222,17 @@ def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
             totals4(written, e, f, g, h)
             for j in range(0, 16, 4):
                 put(written + j, w * (get(value + j) - get(written + j)))
-            write_four(p, step, written, key, decay, query, keys, 0)
+            write_four(p, to, step, written, keyed, keys, 0)
         else:
             for j in range(0, 16, 4):
                 put(written + j, w * get(value + j))
-            a, b, c, d = write_four(p, step, written, key, decay, query, keys, 1)
+            a, b, c, d = write_four(p, to, step, written, keyed, keys, 1)
             totals4(sums, a, b, c, d)
         for j in range(0, 16, 4):
             put(y + j, get(sums + j) + get(written + j) * match)
 
     @device
-    def one_row(at: StandardAt, p: int, base: int, t: int, r: int) -> None:
+    def one_row(at: StandardAt, p: int, to: int, base: int, t: int, r: int) -> None:
         row, keys, place = t * at.key_row, at.key_dim, t * at.value_row + 4 * r
         key, query, seen = base + at.key + row, base + at.query + row, base + at.seen + row
         w, match = get(base + at.strength + 8 * t), get(base + at.strength + 8 * t + 4)
@@ -238,7 +240,7 @@ def make_rows(kind: int) -> tuple[Callable[..., None], Callable[..., None]]:
         if at.is_delta:
             u = u - total(see_one(p, query, seen, keys)[1])
         u = w * u
-        a = write_one(p, u, key, base + at.decay + row, query, keys)
+        a = write_one(p, to, u, (key, base + at.decay + row, query), keys)
         put(base + at.y + place, total(a) + u * match)
 
     return four_rows, one_row
@@ -250,38 +252,43 @@ _four_f16, _one_f16 = make_rows(IS_F16)
 
 
 @device
-def advance(at: StandardAt, state: int, base: int, t: int, r: int, rows: int) -> None:
-    """Advance ``rows`` (4 or 1) rows by one token."""
+def advance(at: StandardAt, state: int, to: int, base: int, t: int, r: int, rows: int) -> None:
+    """Advance ``rows`` (4 or 1) rows by one token, from ``state`` to ``to``."""
     if rows == 4:
         if at.kind == IS_F32:
-            _four_f32(at, state, base, t, r)
+            _four_f32(at, state, to, base, t, r)
         elif at.kind == IS_BF16:
-            _four_bf16(at, state, base, t, r)
+            _four_bf16(at, state, to, base, t, r)
         else:
-            _four_f16(at, state, base, t, r)
+            _four_f16(at, state, to, base, t, r)
     elif at.kind == IS_F32:
-        _one_f32(at, state, base, t, r)
+        _one_f32(at, state, to, base, t, r)
     elif at.kind == IS_BF16:
-        _one_bf16(at, state, base, t, r)
+        _one_bf16(at, state, to, base, t, r)
     else:
-        _one_f16(at, state, base, t, r)
+        _one_f16(at, state, to, base, t, r)
 
 
 @device
 def standard_item(
-    at: StandardAt, blk: BlockAt, base: int, slot: int, length: int, row: int, head: int
+    at: StandardAt, blk: BlockAt, base: int, counts: Counts, length: int, row: int, head: int
 ) -> None:
     """Advance one head of one row through its block, four rows at a time for all tokens."""
     for t in range(length):
         prepare_token(at, blk, base, row, head, t)
-    state = at.state + slot * at.state_slot + head * at.state_head
-    whole = at.value_dim // 4 * 4 if slot >= 0 else 0
+    whole, heads = at.value_dim // 4 * 4, at.state + head * at.state_head
     for r in range(0, whole, 4):
+        state = heads + counts[0, row] * at.state_slot + r * at.state_row
         for t in range(length):
-            advance(at, state + r * at.state_row, base, t, r, 4)
+            to = heads + counts[2 + t, row] * at.state_slot + r * at.state_row
+            advance(at, state, to, base, t, r, 4)
+            state = to
     for r in range(whole, at.value_dim):
+        state = heads + counts[0, row] * at.state_slot + r * at.state_row
         for t in range(length):
-            advance(at, state + r * at.state_row, base, t, r, 1)
+            to = heads + counts[2 + t, row] * at.state_slot + r * at.state_row
+            advance(at, state, to, base, t, r, 1)
+            state = to
     for t in range(blk.tokens):
         to = blk.out + row * blk.out_row + t * blk.out_token + head * blk.out_head
         y = base + at.y + t * at.value_row
@@ -306,12 +313,15 @@ def standard_share(
                 fetch_inputs(at, blk, row, head + 1)
             elif row + 1 < rows:
                 fetch_inputs(at, blk, row + 1, heads * then // shares)
-            standard_item(at, blk, base, counts[0, row], length, row, head)
+            standard_item(at, blk, base, counts, length, row, head)
 
 
 @numba.njit(nogil=True, error_model="numpy", cache=True)
 def standard_serial(at: StandardAt, blk: BlockAt, base: int, counts: Counts) -> None:
-    """Run a standard step in the calling thread; ``counts`` is ``[2, B]``: slots, lengths."""
+    """Run a standard step in the calling thread.
+
+    ``counts`` is ``[2 + T, B]``: slots, lengths, and the slot that each token's state goes to.
+    """
     standard_share(at, blk, base, counts, 0, 1)
 
 
