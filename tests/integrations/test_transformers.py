@@ -11,6 +11,18 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from stepping import (  # noqa: E402
+    BUDGET,
+    assert_same,
+    cache_name,
+    compare_states,
+    decoded,
+    forward,
+    generate,
+    logits_gap,
+    new_cache,
+    recurrent_states,
+)
 from tiny_families import FAMILIES, QUICK, build, prompt  # noqa: E402
 
 import replayssm  # noqa: E402
@@ -20,65 +32,7 @@ from replayssm.models.mamba2 import Mamba2Adapter  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 
-# logits have a standard deviation near 1; both paths round fp32 in another order
-BUDGET = 2e-4
 WINDOW = 8
-
-
-def generate(model, ids, tokens=48, **kwargs):
-    options = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    return model.generate(ids, max_new_tokens=tokens, **{**options, **kwargs})
-
-
-def logits_gap(a, b):
-    return max(float((x - y).abs().max()) for x, y in zip(a.logits, b.logits, strict=True))
-
-
-def assert_same(plain, replayed, budget=BUDGET):
-    assert torch.equal(plain.sequences, replayed.sequences)
-    assert logits_gap(plain, replayed) < budget
-
-
-def new_cache(model):
-    return transformers.DynamicCache(config=model.config)
-
-
-def cache_name(model):
-    import inspect
-
-    parameters = inspect.signature(getattr(model, "_orig_mod", model).forward).parameters
-    return next(n for n in ("cache", "past_key_values", "cache_params") if n in parameters)
-
-
-@torch.no_grad()
-def forward(model, ids, cache):
-    """Run a forward on a cache with the positions that ``generate`` would use."""
-    seen = getattr(cache, "seen", 0)
-    cache.seen = seen + ids.shape[1]
-    kwargs = {cache_name(model): cache, "use_cache": True}
-    if model.config.model_type != "mamba2":
-        positions = torch.arange(seen, cache.seen).expand(ids.shape[0], -1)
-        kwargs["position_ids"] = positions
-    return model(ids, **kwargs).logits
-
-
-def recurrent_states(cache):
-    found = []
-    for layer in cache.layers:
-        states = getattr(layer, "recurrent_states", None)
-        if states is not None:
-            found.append(states[0])
-    return found
-
-
-def decoded(model, ids, blocks, **options):
-    """Prefill 5 tokens, feed the rest in blocks; returns the logits of everything after the 5."""
-    cache, out, at = new_cache(model), [], 5
-    forward(model, ids[:, :5], cache)
-    for size in blocks:
-        out.append(forward(model, ids[:, at : at + size], cache))
-        at += size
-    return torch.cat(out, 1), cache
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -213,18 +167,6 @@ def test_switching_off_and_on_at_every_phase_of_the_window(name):
         with replayssm.enable(model, window=WINDOW, self_test=False):
             forward(model, ids[:, t : t + 1], mine)
     compare_states(theirs, mine)
-
-
-def compare_states(theirs, mine, budget=1e-4):
-    pairs = list(zip(recurrent_states(theirs), recurrent_states(mine), strict=True))
-    assert pairs
-    for a, b in pairs:
-        if a is None:
-            assert b is None
-            continue
-        assert a.shape == b.shape
-        assert a.dtype == b.dtype
-        assert float((a - b).norm() / a.norm()) < budget
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -492,17 +434,6 @@ def test_reset_starts_a_new_sequence():
         forward(model, ids[:, 9:10], cache)
         cache.reset()
         assert all(s is None for s in recurrent_states(cache))
-
-
-def test_crop_is_refused_unless_it_removes_nothing():
-    model, ids = build("Mamba2"), prompt()
-    with replayssm.enable(model):
-        cache = new_cache(model)
-        forward(model, ids, cache)
-        cache.crop(0)
-        assert not cache.is_croppable
-        with pytest.raises(UnsupportedError, match="take tokens back"):
-            cache.crop(-1)
 
 
 def test_a_forward_that_fails_half_way_spoils_the_cache():

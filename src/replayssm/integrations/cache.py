@@ -1,21 +1,22 @@
-"""A transformers cache whose recurrent layers keep their state in our rows.
+"""A transformers cache whose recurrent layers keep what they remember in our rows.
 
 A cache is bound on its first forward through an enabled model: each of its recurrent layers is
 exchanged for one of a subclass, which hands out a :class:`StateHook` while its mixer runs and a
-materialised tensor at any other time. Convolution states and attention keys and values stay with
-transformers. ``disable`` exchanges the layers back and leaves plain tensors behind.
+materialised tensor at any other time, for the recurrent state and for the convolution alike.
+Attention keys and values stay with transformers. ``disable`` exchanges the layers back and leaves
+plain tensors behind.
 
 One :class:`CacheBinding` serves all recurrent layers of a cache. A forward is opened by the first
 recurrent layer and closed by the last: it is a *step* (at most ``max_block`` tokens on live rows)
-or a *prefill* (anything else: the model's own chunk function runs from the materialised state and
-the result is admitted at the new position).
+or a *prefill* (anything else: the model's own functions run from the materialised state and the
+result is admitted at the new position). Where tokens are kept to be taken back, the newest ``keep``
+tokens of a prefill go into the rings too, and :meth:`CacheBinding.crop` takes back any of them.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,40 +28,19 @@ from replayssm.errors import (
     SlotError,
     UnsupportedError,
 )
+from replayssm.integrations import crop as cropping
+from replayssm.integrations.forward import Forward, newest
 from replayssm.integrations.hooks import Call, StateHook
-from replayssm.integrations.layer import BoundLayer, bound_class, exchange
+from replayssm.integrations.layer import bind_layer, unbind_layer
+from replayssm.integrations.live import LiveConv, LiveState
+from replayssm.models.adapters import refuse_packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from replayssm.integrations.rows import Rows
     from replayssm.integrations.transformers import Enabled
-
-
-class LiveState(StateHook):
-    """The state of one recurrent layer of a bound cache, as its mixer sees it."""
-
-    __slots__ = ("binding", "layer")
-
-    def __init__(self, binding: CacheBinding, layer: int) -> None:
-        self.binding, self.layer = binding, layer
-
-    def serve(self, call: Call) -> object:
-        """Serve a step or chunk function from the rows, or run it as a prefill."""
-        return self.binding.serve(self.layer, call, self)
-
-
-@dataclass(slots=True)
-class _Forward:
-    """One forward through the recurrent layers: what it is and how far it came."""
-
-    rows: int
-    tokens: int
-    is_step: bool
-    initial: list[Tensor] | None = None
-    results: list[Tensor] = field(default_factory=list)
-    done: int = 0
-    served: bool = False
+    from replayssm.ring import RingSpec
 
 
 class CacheBinding:
@@ -73,7 +53,7 @@ class CacheBinding:
 
     Attributes:
         handle: The enabled model.
-        rows: Their states; None before the first prefill and after a reset.
+        rows: What they keep; None before the first prefill and after a reset.
         position: Tokens that every row has seen, padding included.
     """
 
@@ -83,7 +63,7 @@ class CacheBinding:
         self._indices = tuple(mixer.layer_idx for mixer in handle.mixers)
         self.rows: Rows | None = None
         self.position = position
-        self._forward: _Forward | None = None
+        self._forward: Forward | None = None
         self._failed = False
         self._active: int | None = None
         self._state_dtype = torch.float32
@@ -103,23 +83,31 @@ class CacheBinding:
         self.handle.track(twin)
         return twin
 
+    @property
+    def count(self) -> int:
+        """B, 0 before the first prefill."""
+        return 0 if self.rows is None else self.rows.count
+
+    @property
+    def keep(self) -> int:
+        """Newest tokens that :meth:`crop` can take back at any time."""
+        return self._ring(1).keep if self.rows is None else self.rows.ring.keep
+
     def adopt(self, container: list[Any]) -> None:
         """Put bound layers in the place of the plain ones and take over any state they hold."""
         plain = [container[i] for i in self._indices]
         for ordinal, layer in enumerate(plain):
-            kind: type = type(layer)
-            bound = exchange(layer, bound_class(kind))
-            del bound.__dict__["recurrent_states"]
-            bound.is_recurrent_states_initialized = dict.fromkeys(
-                layer.is_recurrent_states_initialized, False
-            )
-            bound.binding, bound.ordinal = self, ordinal
-            container[self._indices[ordinal]] = bound
+            container[self._indices[ordinal]] = bind_layer(layer, self, ordinal)
+        self._owner().crop = self.crop
         held = [layer.recurrent_states[0] for layer in plain]
         if all(layer.has_previous_state[0] for layer in plain) and None not in held:
-            pairs = zip(self.handle.mixers, held, strict=True)
             self._state_dtype = held[0].dtype
-            self._admit([m.adapter.from_model(state) for m, state in pairs])
+            pairs = zip(self.handle.mixers, held, strict=True)
+            windows = [
+                newest(layer.conv_states[0], width - 1)
+                for layer, width in zip(plain, self._widths(), strict=True)
+            ]
+            self._admit([m.adapter.from_model(state) for m, state in pairs], windows, self.position)
 
     def restore(self) -> None:
         """Undo :meth:`adopt`: plain layers with plain tensors in the model's own layout.
@@ -130,16 +118,12 @@ class CacheBinding:
         if cache is None or self._failed or self._forward is not None:
             return
         states: list[Tensor | None] = [None] * len(self._indices)
+        convs: list[Tensor | None] = list(states)
         if self.rows is not None:
-            states = list(self._model_states())
-        for index, state in zip(self._indices, states, strict=True):
-            layer = cache.layers[index]
-            plain = exchange(layer, type(layer).plain)
-            del plain.binding, plain.ordinal
-            plain.recurrent_states = dict.fromkeys(range(layer.number_of_states))
-            plain.recurrent_states[0] = state
-            plain.is_recurrent_states_initialized[0] = state is not None
-            cache.layers[index] = plain
+            states, convs = list(self._model_states()), list(self._model_convs())
+        del cache.__dict__["crop"]
+        for index, state, conv in zip(self._indices, states, convs, strict=True):
+            cache.layers[index] = unbind_layer(cache.layers[index], state, conv)
 
     def enter(self, layer: int, rows: int, tokens: int) -> None:
         """Start a mixer's forward; the first recurrent layer opens the forward.
@@ -167,48 +151,59 @@ class CacheBinding:
         at = self._forward
         if at is None or not finished:
             return
-        if not at.served:
+        if not (at.is_served and at.is_convolved):
             raise DriftError(f"recurrent layer {at.done} ran without calling a function we serve")
-        at.done, at.served = at.done + 1, False
+        at.done, at.is_served, at.is_convolved = at.done + 1, False, False
         if at.done < len(self._indices):
             return
-        self._forward = None
         if at.is_step and self.rows is not None:
             self.rows.commit()
         else:
-            self._admit(at.results, at.tokens)
+            self._finish_prefill(at)
+        self._forward = None
         self.position += at.tokens
 
     def view(self, layer: int) -> Tensor | StateHook | None:
         """Return what ``recurrent_states[0]`` shows: the hook to its mixer, else a tensor."""
         if self._active == layer:
             return None if self.rows is None else LiveState(self, layer)
-        if self._failed or self._forward is not None:
-            raise SlotError(
-                "cache: a forward is open or stopped between its recurrent layers, so the "
-                "recurrent state cannot be read; start from a fresh cache"
-            )
+        self._check_readable()
         return None if self.rows is None else self._model_states()[layer]
+
+    def conv_view(self, layer: int) -> Tensor | StateHook | None:
+        """Return what ``conv_states[0]`` shows: the hook to its mixer, else a tensor."""
+        if self._active == layer:
+            return None if self.rows is None else LiveConv(self, layer)
+        self._check_readable()
+        return None if self.rows is None else self._model_convs()[layer]
 
     def serve(self, layer: int, call: Call, hook: StateHook) -> object:
         """Serve a call of a mixer's step or chunk function on a live state."""
-        at, rows = self._forward, self.rows
-        if at is None or rows is None or self._active != layer:
-            raise DriftError(f"{call.site.name} was called outside its mixer's forward")
+        at, rows = self._running(layer, call.site.name)
         if not at.is_step:
-            if at.initial is None:
-                raise DriftError(f"{call.site.name} was handed a state that was never materialised")
-            return call.run_original(**{call.site.state: at.initial[layer]})
-        if self.handle.model.training and torch.is_grad_enabled():
-            raise UnsupportedError(
-                "training through cached decode steps; use model.eval() or torch.no_grad()"
-            )
+            return at.run_prefill(layer, call, hook, self.handle.specs[layer])
+        self._check_inference()
         arguments = call.arguments
         with torch.no_grad():
             block = call.adapter.block(call.site, arguments, self.handle.specs[layer])
             y = rows.step(layer, block, self.handle.read)
-            at.served = True
+            at.is_served = True
             return call.adapter.finish(call.site, arguments, y, hook)
+
+    def convolve(self, layer: int, call: Call, inputs: Tensor) -> Tensor:
+        """Serve a call of a mixer's convolution; ``inputs`` and the result are ``[B, C, T]``."""
+        from transformers.activations import ACT2FN
+
+        at, rows = self._running(layer, call.site.name)
+        self._check_inference()
+        arguments = call.arguments
+        refuse_packed(arguments)
+        with torch.no_grad():
+            weight, bias = arguments["weight"], arguments.get("bias")
+            y = rows.conv(layer, inputs.transpose(1, 2), weight, bias).transpose(1, 2)
+            activation = arguments.get("activation")
+            at.is_convolved = True
+            return y if activation is None else ACT2FN[activation](y)
 
     def update(self, layer: int, state: Tensor | StateHook) -> Tensor | StateHook:
         """Take what a mixer hands back: the final state of a prefill; nothing after a step."""
@@ -218,15 +213,23 @@ class CacheBinding:
         if at is None or at.is_step or self._active != layer:
             raise ContractError(
                 "recurrent_states",
-                "to be set by the model's own prefill",
-                "a tensor at another time",
-                "build a fresh cache and prefill it",
+                "a state from a prefill of the bound model",
+                "a tensor from elsewhere",
             )
         adapter = self.handle.mixers[layer].adapter
         self._state_dtype = state.dtype
-        at.results.append(adapter.from_model(state.detach()))
-        at.served = True
+        at.states.append(adapter.from_model(state.detach()))
+        at.is_served = True
         return state
+
+    def update_conv(self, layer: int, inputs: Tensor) -> Tensor | StateHook:
+        """Take ``[B, C, T]`` convolution inputs; return what the convolution is to run on."""
+        at = self._forward
+        if at is None or self._active != layer:
+            raise ContractError("conv_states", "inputs from a mixer's forward", "a tensor")
+        if at.is_step:
+            return LiveConv(self, layer, inputs)
+        return at.take_inputs(layer, inputs, self._widths()[layer])
 
     def reset(self) -> None:
         """Forget every row; the next forward is a first prefill."""
@@ -235,32 +238,138 @@ class CacheBinding:
 
     def select(self, index: Sequence[int]) -> None:
         """Make row i the sequence of row ``index[i]``."""
-        if self._failed or self._forward is not None:
-            self._fail()
+        self._check_idle()
         if self.rows is not None:
             self.rows.select(index)
 
-    def _open(self, rows: int, tokens: int) -> _Forward:
-        if self.rows is None:
-            return _Forward(rows, tokens, is_step=False)
-        if rows != self.rows.count:
-            raise ContractError("input_ids", f"{self.rows.count} rows, as the cache has", rows)
-        if tokens <= self.handle.max_block:
-            self.rows.begin(tokens)
-            return _Forward(rows, tokens, is_step=True)
-        return _Forward(rows, tokens, is_step=False, initial=self._model_states())
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the newest tokens of a cache back: recurrent states, convolutions, attention.
 
-    def _admit(self, states: Sequence[Tensor], tokens: int = 0) -> None:
+        This is ``cache.crop`` while the cache is bound.
+
+        Args:
+            tokens_to_remove: Minus the number of tokens, at most ``keep`` of them.
+
+        Raises:
+            ContractError: More tokens than can be taken back, or a positive number; nothing was
+                changed.
+            UnsupportedError: A layer of the cache cannot be cropped now; nothing was changed.
+        """
+        self._check_idle()
+        layers = self._owner().layers
+        count = -tokens_to_remove
+        most = 0 if self.rows is None else self.rows.croppable()
+        cropping.check(layers, tokens_to_remove, most, path=self.handle.path)
+        if self.rows is not None:
+            self.rows.crop(count)
+        cropping.crop_attention(layers, tokens_to_remove)
+        self.position -= count
+
+    def _open(self, rows: int, tokens: int) -> Forward:
         if self.rows is None:
-            self.rows = self.handle.new_rows(int(states[0].shape[0]), states[0].device)
+            if not self.keep:
+                return Forward(rows, tokens, is_step=False)
+            self._start_empty(rows)
+        self._make_room(tokens)
+        at = self._live_rows()
+        if rows != at.count:
+            raise ContractError("input_ids", f"{at.count} rows, as the cache has", rows)
+        if tokens <= at.ring.max_block:
+            at.begin(tokens)
+            return Forward(rows, tokens, is_step=True)
+        tail = at.ring.keep
+        initial, before = self._model_states(), at.windows()
+        return Forward(rows, tokens, is_step=False, tail=tail, initial=initial, before=before)
+
+    def _ring(self, tokens: int) -> RingSpec:
+        recording = self._owner().layers[self._indices[0]].record_past
+        return self.handle.ring_for(tokens, recording=recording)
+
+    def _make_room(self, tokens: int) -> None:
+        """Move the rows to wider rings where this forward needs them; rings never get narrower."""
+        rows = self._live_rows()
+        wanted, ring = self._ring(tokens), rows.ring
+        if wanted.keep > ring.keep or wanted.max_block > ring.max_block:
+            states, windows = rows.materialise(), rows.windows()
+            self.rows = self.handle.new_rows(rows.count, states[0].device, wanted)
+            self.rows.admit(states, windows, self.position)
+
+    def _start_empty(self, rows: int) -> None:
+        """Admit zero states, so that the first prefill runs on live rows like any other."""
+        weight = self._conv(0).weight
+        self.rows = self.handle.new_rows(rows, weight.device, self._ring(1))
+        self.rows.admit(None, None, self.position)
+        for index in self._indices:
+            self._owner().layers[index].has_previous_state[0] = True
+        self.handle.track(self)
+
+    @torch.no_grad()
+    def _finish_prefill(self, at: Forward) -> None:
+        self._admit(at.states, at.windows, self.position + at.head)
+        if not at.tail:
+            return
+        rows = self._live_rows()
+        rows.begin(at.tail)
+        for layer, (inputs, block) in enumerate(zip(at.tail_inputs, at.tail_blocks, strict=True)):
+            conv = self._conv(layer)
+            rows.conv(layer, inputs, conv.weight.squeeze(1), conv.bias)
+            rows.step(layer, block, self.handle.read)
+        rows.commit()
+
+    def _admit(self, states: Sequence[Tensor], windows: Sequence[Tensor], position: int) -> None:
+        if self.rows is None:
+            self.rows = self.handle.new_rows(len(states[0]), states[0].device, self._ring(1))
             self.handle.track(self)
-        self.rows.admit(states, self.position + tokens)
+        self.rows.admit(states, windows, position)
+
+    def _conv(self, layer: int) -> Any:  # noqa: ANN401 - a torch.nn.Conv1d
+        module: Any = self.handle.mixers[layer].module
+        return module.conv1d
+
+    def _widths(self) -> list[int]:
+        return [spec.conv.width for spec in self.handle.specs if spec.conv is not None]
 
     def _model_states(self) -> list[Tensor]:
+        pairs = zip(self.handle.mixers, self._live_rows().materialise(), strict=True)
+        return [m.adapter.to_model(state.to(self._state_dtype)) for m, state in pairs]
+
+    def _model_convs(self) -> list[Tensor]:
+        # transformers keeps one more input than its convolution reads; nothing depends on it
+        pairs = zip(self._live_rows().windows(), self._widths(), strict=True)
+        return [newest(window, width) for window, width in pairs]
+
+    def _owner(self) -> Any:  # noqa: ANN401 - transformers' Cache
+        cache = None if self._cache is None else self._cache()
+        if cache is None:
+            raise SlotError("cache: these layers were taken out of the cache they are bound in")
+        return cache
+
+    def _live_rows(self) -> Rows:
         if self.rows is None:
             raise SlotError("cache: holds no recurrent state yet")
-        pairs = zip(self.handle.mixers, self.rows.materialise(), strict=True)
-        return [m.adapter.to_model(state.to(self._state_dtype)) for m, state in pairs]
+        return self.rows
+
+    def _running(self, layer: int, name: str) -> tuple[Forward, Rows]:
+        if self._forward is None or self.rows is None or self._active != layer:
+            raise DriftError(f"{name} was called outside its mixer's forward")
+        return self._forward, self.rows
+
+    def _check_inference(self) -> None:
+        if self.handle.model.training and torch.is_grad_enabled():
+            raise UnsupportedError(
+                "training through cached decode steps; use model.eval() or torch.no_grad()"
+            )
+
+    def _check_readable(self) -> None:
+        if self._failed or self._forward is not None:
+            raise SlotError(
+                "cache: a forward is open or stopped between its recurrent layers, so the "
+                "recurrent state cannot be read; start from a fresh cache"
+            )
+
+    def _check_idle(self) -> None:
+        if self._failed or self._forward is not None:
+            self._fail()
 
     def _fail(self) -> None:
         self._failed = True
@@ -268,48 +377,3 @@ class CacheBinding:
             "cache: an earlier forward stopped between its recurrent layers, so the state is "
             "half-written; start from a fresh cache or call cache.reset()"
         )
-
-
-def bind(handle: Enabled, cache: Any, tokens: int) -> CacheBinding:  # noqa: ANN401 - transformers' Cache
-    """Return the binding of a cache, binding it first if this is its first forward.
-
-    Args:
-        handle: The enabled model.
-        cache: A transformers ``Cache`` made for that model.
-        tokens: Tokens of the forward that has just reached its first recurrent layer.
-
-    Raises:
-        ContractError: The cache was not made for this model, or is bound to another.
-    """
-    layers = getattr(cache, "layers", None)
-    first = handle.mixers[0].layer_idx
-    if layers is None or len(layers) <= max(m.layer_idx for m in handle.mixers):
-        raise ContractError(
-            "cache", "one made for this model", type(cache).__name__, "DynamicCache(config=config)"
-        )
-    if isinstance(layers[first], BoundLayer):
-        binding: CacheBinding = layers[first].binding
-        if binding.handle is not handle:
-            raise ContractError("cache", "the cache of this model", "the cache of another one")
-        return binding
-    for mixer in handle.mixers:
-        layer = layers[mixer.layer_idx]
-        if not hasattr(layer, "recurrent_states"):
-            got = type(layer).__name__
-            raise ContractError(f"cache.layers[{mixer.layer_idx}]", "a recurrent layer", got)
-    binding = CacheBinding(handle, cache, _position(layers, first, tokens))
-    binding.adopt(layers)
-    handle.track(binding)
-    return binding
-
-
-def _position(layers: Sequence[Any], first: int, tokens: int) -> int:
-    """Return the tokens a cache holds before this forward, as its attention layers count them.
-
-    Only the phase of the folds depends on it, so a cache without attention layers starts at 0.
-    """
-    for i, layer in enumerate(layers):
-        if hasattr(layer, "get_seq_length"):
-            seen = int(layer.get_seq_length())
-            return max(0, seen - tokens) if i < first else seen
-    return 0

@@ -118,7 +118,7 @@ def install(mixers: Iterable[Mixer]) -> tuple[tuple[str, str], ...]:
             site,
         )
         for m in mixers
-        for site in (m.adapter.step, m.adapter.chunk)
+        for site in m.adapter.sites
     }
     for key, (home, adapter, site) in sites.items():
         if key not in _PATCHES:

@@ -1,4 +1,4 @@
-"""The recurrent states of one cache's rows, on either path, behind one small interface."""
+"""What the recurrent layers keep for one cache's rows, on either path, behind one interface."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from replayssm.errors import ContractError
+from replayssm.errors import ContractError, UnsupportedError
 from replayssm.ops import standard_
 from replayssm.ring import BlockPlan
 from replayssm.state import StatePool
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 
 class Rows(Protocol):
-    """Recurrent states of B rows over all recurrent layers of a model.
+    """What the recurrent layers of a model keep for B rows: states and convolution inputs.
 
-    A forward is ``begin``, one ``step`` per layer, ``commit``; the rest needs no forward open.
+    A forward is ``begin``, one ``conv`` and one ``step`` per layer, ``commit``; the rest needs no
+    forward open.
     """
 
     @property
@@ -38,28 +40,57 @@ class Rows(Protocol):
         """The pool behind the rows, None on the standard path."""
         ...
 
-    def begin(self, tokens: int) -> None:
-        """Open a forward of ``tokens`` tokens over all rows."""
+    @property
+    def ring(self) -> RingSpec:
+        """Sizes: blocks up to ``max_block`` are steps, ``keep`` tokens can be taken back."""
+        ...
+
+    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
+        """Open a forward of ``tokens`` tokens over all rows; ``parents`` is the tree of each."""
+        ...
+
+    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve ``x`` ``[B, T, C]`` behind the inputs before it; the same shape comes back."""
         ...
 
     def step(self, layer: int, block: Block, depth: ReadDepth) -> Tensor:
         """Run one layer; returns ``[B, T, HV, V]`` fp32."""
         ...
 
-    def commit(self) -> None:
-        """Keep every token of the open forward."""
+    def commit(self, path: Sequence[int] | None = None) -> None:
+        """Keep the tokens of ``path`` of the open forward, every token when None."""
         ...
 
-    def admit(self, states: Sequence[Tensor], position: int) -> None:
-        """Replace all rows by ``[B, HV, V, K]`` states, one a layer, at ``position`` tokens."""
+    def admit(
+        self, states: Sequence[Tensor] | None, windows: Sequence[Tensor] | None, position: int
+    ) -> None:
+        """Replace all rows by states after ``position`` tokens.
+
+        Args:
+            states: ``[B, HV, V, K]``, one a layer; None is the zero state.
+            windows: ``[B, C, width - 1]``, one a layer: the newest convolution inputs; None: zeros.
+            position: Tokens that the states have seen.
+        """
         ...
 
     def materialise(self) -> list[Tensor]:
         """Return every layer's ``[B, HV, V, K]`` state, fresh tensors."""
         ...
 
+    def windows(self) -> list[Tensor]:
+        """Return every layer's ``[B, C, width - 1]`` newest convolution inputs, fresh tensors."""
+        ...
+
     def select(self, index: Sequence[int]) -> None:
         """Make row i the sequence of row ``index[i]``; the number of rows may change."""
+        ...
+
+    def croppable(self) -> int:
+        """Return how many of the newest tokens :meth:`crop` can take back now."""
+        ...
+
+    def crop(self, tokens: int) -> None:
+        """Take back the newest ``tokens`` tokens of every row."""
         ...
 
 
@@ -110,40 +141,62 @@ class ReplayRows:
         return self._pool
 
     @property
+    def ring(self) -> RingSpec:
+        """Sizes of the pool's rings."""
+        return self._ring
+
+    @property
     def refs(self) -> tuple[SlotRef, ...]:
         """Slot of every row."""
         return tuple(self._refs)
 
-    def begin(self, tokens: int) -> None:
+    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
         """Open a ticket."""
-        self._ticket = self._pool.begin(self._refs, tokens)
+        trees = None if parents is None else [list(parents)] * self._rows
+        self._ticket = self._pool.begin(self._refs, tokens, trees)
+
+    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Run one layer's convolution under the open ticket."""
+        return self._pool.conv_(self._open(), layer, x, weight, bias)
 
     def step(self, layer: int, block: Block, depth: ReadDepth) -> Tensor:
         """Run one layer of the open ticket."""
-        if self._ticket is None:
-            raise ContractError("step", "an open forward", "none")
         out = _fp32_output(block)
-        return self._pool.step_(self._ticket, layer, block, depth=depth, out=out)
+        return self._pool.step_(self._open(), layer, block, depth=depth, out=out)
 
-    def commit(self) -> None:
-        """Commit the open ticket, every token accepted."""
-        if self._ticket is None:
-            raise ContractError("commit", "an open forward", "none")
-        ticket, self._ticket = self._ticket, None
-        self._pool.commit_(ticket, [int(n) for n in ticket.plan.lengths])
+    def commit(self, path: Sequence[int] | None = None) -> None:
+        """Commit the open ticket."""
+        ticket, self._ticket = self._open(), None
+        if path is None:
+            path = range(int(ticket.plan.lengths.max()))
+        if ticket.plan.parents is None:
+            self._pool.commit_(ticket, len(path))
+        else:
+            self._pool.commit_paths_(ticket, [path] * self._rows)
 
-    def admit(self, states: Sequence[Tensor], position: int) -> None:
+    def admit(
+        self, states: Sequence[Tensor] | None, windows: Sequence[Tensor] | None, position: int
+    ) -> None:
         """Release every slot and admit the states at ``position``."""
         for ref in self._refs:
             self._pool.release_(ref)
         self._refs = [
-            self._pool.admit_([state[row] for state in states], position)
+            self._pool.admit_(
+                None if states is None else [state[row] for state in states],
+                position,
+                None if windows is None else [window[row] for window in windows],
+            )
             for row in range(self._rows)
         ]
 
     def materialise(self) -> list[Tensor]:
         """Stack the slots' materialised states."""
         by_row = [self._pool.materialise(ref) for ref in self._refs]
+        return [torch.stack(layer) for layer in zip(*by_row, strict=True)]
+
+    def windows(self) -> list[Tensor]:
+        """Stack the slots' newest convolution inputs."""
+        by_row = [self._pool.conv_windows(ref) for ref in self._refs]
         return [torch.stack(layer) for layer in zip(*by_row, strict=True)]
 
     def select(self, index: Sequence[int]) -> None:
@@ -156,16 +209,37 @@ class ReplayRows:
         self._refs = [fresh.import_(images[row]) for row in index]
         self._pool, self._rows = fresh, len(index)
 
+    def croppable(self) -> int:
+        """Return ``keep``, or less where fewer tokens came since the last admission."""
+        unfolded = (self._pool.committed(ref) - self._pool.oldest(ref) for ref in self._refs)
+        return min(self._ring.keep, *unfolded)
+
+    def crop(self, tokens: int) -> None:
+        """Move the count of every slot back."""
+        self._pool.crop_(self._refs, tokens)
+
+    def _open(self) -> Ticket:
+        if self._ticket is None:
+            raise ContractError("rows", "an open forward", "none")
+        return self._ticket
+
 
 class StandardRows:
     """Rows in one plain ``[B, HV, V, K]`` tensor a layer, rewritten at every token."""
 
     def __init__(
-        self, specs: Sequence[LayerSpec], rows: int, *, dtype: torch.dtype, impl: Impl
+        self,
+        specs: Sequence[LayerSpec],
+        rows: int,
+        *,
+        ring: RingSpec,
+        dtype: torch.dtype,
+        impl: Impl,
     ) -> None:
-        self._specs, self._rows = tuple(specs), rows
+        self._specs, self._rows, self._ring = tuple(specs), rows, ring
         self._dtype, self._impl = dtype, impl
         self._states: list[Tensor] = []
+        self._windows: list[Tensor] = []
         self._plan: BlockPlan | None = None
 
     @property
@@ -178,35 +252,71 @@ class StandardRows:
         """There is no pool."""
         return
 
-    def begin(self, tokens: int) -> None:
+    @property
+    def ring(self) -> RingSpec:
+        """There is no ring; only ``max_block`` has a meaning."""
+        return self._ring
+
+    def begin(self, tokens: int, parents: Sequence[int] | None = None) -> None:
         """Make the plan that all layers share."""
+        if parents is not None:
+            raise UnsupportedError("trees on the standard path; enable(model, path='replay')")
         zero = np.zeros(self._rows, np.int64)
         slots = np.arange(self._rows, dtype=np.int64)
         self._plan = BlockPlan(slots, zero, zero, zero, np.full(self._rows, tokens, np.int64))
 
+    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve, and keep the newest inputs."""
+        before = self._windows[layer]
+        full = torch.cat([before, x.transpose(1, 2)], dim=-1)
+        self._windows[layer] = full[..., full.shape[-1] - before.shape[-1] :]
+        y = F.conv1d(full.to(weight.dtype), weight.unsqueeze(1), bias, groups=x.shape[2])
+        return y.transpose(1, 2).to(x.dtype)
+
     def step(self, layer: int, block: Block, depth: ReadDepth) -> Tensor:
         """Run the standard step; it always reads the whole state, whatever ``depth`` says."""
         if self._plan is None:
-            raise ContractError("step", "an open forward", "none")
+            raise ContractError("rows", "an open forward", "none")
         state, spec = self._states[layer], self._specs[layer]
         return standard_(state, spec, self._plan, block, impl=self._impl, out=_fp32_output(block))
 
-    def commit(self) -> None:
-        """Close the forward; the states were rewritten by the steps."""
+    def commit(self, path: Sequence[int] | None = None) -> None:
+        """Close the forward; the states were rewritten by the steps, so nothing can be dropped."""
+        if path is not None and self._plan is not None and len(path) < self._plan.lengths[0]:
+            raise UnsupportedError("rollback on the standard path; enable(model, path='replay')")
         self._plan = None
 
-    def admit(self, states: Sequence[Tensor], position: int) -> None:
+    def admit(
+        self, states: Sequence[Tensor] | None, windows: Sequence[Tensor] | None, position: int
+    ) -> None:
         """Copy the states in this path's dtype; ``position`` has no meaning here."""
+        if states is None or windows is None:
+            raise ContractError("states, windows", "one of each a layer", "none")
         self._states = [
             state.to(self._dtype, copy=True, memory_format=torch.contiguous_format)
             for state in states
         ]
+        self._windows = [window.clone() for window in windows]
 
     def materialise(self) -> list[Tensor]:
         """Return fp32 copies."""
         return [state.to(torch.float32, copy=True) for state in self._states]
 
+    def windows(self) -> list[Tensor]:
+        """Return copies."""
+        return [window.clone() for window in self._windows]
+
     def select(self, index: Sequence[int]) -> None:
         """Gather rows."""
         self._states = [state[list(index)] for state in self._states]
+        self._windows = [window[list(index)] for window in self._windows]
         self._rows = len(index)
+
+    def croppable(self) -> int:
+        """Return 0: a state that was rewritten is gone."""
+        return 0
+
+    def crop(self, tokens: int) -> None:
+        """Refuse to take anything back."""
+        if tokens:
+            raise UnsupportedError("crop on the standard path; enable(model, path='replay')")

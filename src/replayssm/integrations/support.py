@@ -20,8 +20,9 @@ LIMITS = (
     "inference only: cached decode steps are not differentiable",
     "torch.compile breaks its graph at every recurrent layer; fullgraph=True cannot work",
     "packed sequences (cu_seqlens) are refused on a live cache",
-    "cache.crop is refused unless it removes nothing; assisted generation is refused by "
-    "transformers for stateful models",
+    "cache.crop takes back at most keep tokens, or 20 on a cache that records its past; the "
+    "standard path takes nothing back",
+    "assisted generation serves one sequence at a time, as transformers does",
     "all recurrent layers on one device",
 )
 
@@ -241,8 +242,7 @@ def _draft_head(model: nn.Module) -> DraftHead:
     if layers:
         return DraftHead(
             "refused",
-            f"the checkpoint has {layers} multi-token-prediction layers; serving them needs "
-            "rollback of the recurrent state, which generate() does not offer here yet",
+            f"the checkpoint has {layers} multi-token-prediction layers; no drafter runs them yet",
         )
     if any("mtp" in key for key in ignored):
         return DraftHead(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from replayssm.errors import ContractError, UnsupportedError
 from replayssm.integrations import hooks
-from replayssm.integrations.cache import CacheBinding, bind
+from replayssm.integrations.bind import bind
 from replayssm.integrations.rows import ReplayRows, Rows, StandardRows
 from replayssm.ops.dispatch import choose
 from replayssm.ring import RingSpec
@@ -30,12 +31,17 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from replayssm.integrations.cache import CacheBinding
     from replayssm.models.registry import Mixer
     from replayssm.state import StatePool
 
 PATHS = ("replay", "standard")
 STANDARD_STATES = {Format.F32: torch.float32, Format.BF16: torch.bfloat16}
+DEFAULT_DRAFT = 20
+"""Tokens that transformers drafts a round unless told otherwise (``num_assistant_tokens``)."""
+LONGEST_DRAFT = 64
 _ATTRIBUTE = "_replayssm_enabled"
+_STATEFUL = "_is_stateful"
 
 
 class Enabled:
@@ -103,15 +109,29 @@ class Enabled:
         """Whether the model is still enabled."""
         return getattr(self.model, _ATTRIBUTE, None) is self
 
-    def new_rows(self, rows: int, device: torch.device) -> Rows:
+    def ring_for(self, tokens: int, *, recording: bool) -> RingSpec:
+        """Return the ring sizes for a forward of ``tokens`` tokens on a live cache.
+
+        A cache that records its past, as transformers' assisted generation asks of it, keeps as
+        many tokens as transformers drafts by default, and more once longer drafts arrive.
+        """
+        if self.path == "standard" or not recording:
+            return self.ring
+        keep = max(self.ring.keep, DEFAULT_DRAFT)
+        if keep + 1 < tokens <= LONGEST_DRAFT + 1:
+            keep = min(LONGEST_DRAFT, max(2 * keep, tokens - 1))
+        return with_keep(self.ring, keep)
+
+    def new_rows(self, rows: int, device: torch.device, ring: RingSpec) -> Rows:
         """Return empty rows for a new cache."""
         if self.path == "standard":
-            return StandardRows(self.specs, rows, dtype=STANDARD_STATES[self.state], impl=self.impl)
+            dtype = STANDARD_STATES[self.state]
+            return StandardRows(self.specs, rows, ring=ring, dtype=dtype, impl=self.impl)
         return ReplayRows(
             self.specs,
             rows,
             state=self.state,
-            ring=self.ring,
+            ring=ring,
             ring_dtype=self.ring_dtype,
             device=device,
             impl=self.impl,
@@ -140,11 +160,15 @@ class Enabled:
         self._finalizer.atexit = False
         for ordinal, mixer in enumerate(self.mixers):
             self._removable += _watch(self, ordinal, mixer.module)
+        if self.path == "replay":
+            # assisted generation refuses models that cannot take tokens back
+            self.model.__dict__[_STATEFUL] = False
 
     def _uninstall(self) -> None:
         for handle in self._removable:
             handle.remove()
         self._removable.clear()
+        self.model.__dict__.pop(_STATEFUL, None)
         if self._finalizer is not None:
             self._finalizer()
         for binding in list(self._bindings):
@@ -177,9 +201,12 @@ def enable(
             also takes ``bf16``, rounded at every token.
         read: Planes that a step reads; may be changed later through the handle.
         window: Tokens between two folds.
-        keep: Newest tokens that are never folded.
+        keep: Newest tokens that ``cache.crop`` can take back at any time. A cache on which
+            ``activate_past_recording()`` was called keeps at least 20, so this is for longer drafts
+            and for caches that do not record.
         max_block: T tokens on a live cache with T <= max_block are one block of the ring; more are
-            a prefill by the model's own chunk function.
+            a prefill by the model's own chunk function. At least ``keep + 1`` where ``keep`` is
+            not 0.
         impl: Implementation of the operations; ``handle.impl`` tells what ``auto`` chose.
         self_test: Compare each kind of layer with the model's own functions first.
 
@@ -199,7 +226,11 @@ def enable(
         raise ContractError("model", "one that is not enabled", "an enabled one", "disable() it")
     fmt, depth = _precision(path, state, read)
     mixers = require_supported(model)
-    ring = RingSpec(window=window, keep=keep, max_block=max_block)
+    ring = RingSpec(window=window, max_block=max_block)
+    if keep:
+        ring = with_keep(ring, keep)
+    if keep and path == "standard":
+        raise ContractError("keep", "0 on the standard path, which cannot take tokens back", keep)
     device = next(mixers[0].module.parameters()).device
     chosen = choose(Impl(impl), device)
     handle = Enabled(model, mixers, path=path, state=fmt, read=depth, ring=ring, impl=chosen)
@@ -223,6 +254,11 @@ def disable(model: nn.Module) -> None:
         raise ContractError("model", "an enabled model", "one that is not enabled")
     del model.__dict__[_ATTRIBUTE]
     handle._uninstall()
+
+
+def with_keep(ring: RingSpec, keep: int) -> RingSpec:
+    """Return a ring that keeps ``keep`` tokens and takes them and one more as one block."""
+    return replace(ring, keep=keep, max_block=max(ring.max_block, keep + 1))
 
 
 def read_depth(depth: ReadDepth | str) -> ReadDepth:

@@ -1,9 +1,10 @@
 """What an adapter is: one family of transformers mixers, mapped to the algebra.
 
-A mixer computes its projections, gates and convolution itself and then calls one of two functions
-of its modeling module: a *step* function for one token on a live state, and a *chunk* function for
-several. An adapter names both, reads the mixer's geometry, turns their arguments into a
-:class:`~replayssm.types.Block`, and turns the block's outputs into what that function returns.
+A mixer computes its projections and gates itself. For its convolution and for its recurrence it
+calls functions of its modeling module: for each of them a *step* function for one token on a live
+state, and a *chunk* function for several. An adapter names all four, reads the mixer's geometry,
+turns the arguments of the recurrence into a :class:`~replayssm.types.Block`, and turns the block's
+outputs into what that function returns.
 Nothing here imports transformers: an adapter knows functions by name and mixers by attribute.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from replayssm.errors import ContractError, UnsupportedError
+from replayssm.types import ConvSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,16 +32,33 @@ class Site:
 
     Attributes:
         name: Its name in the mixer's modeling module.
-        state: Its parameter that takes the recurrent state.
-        tokens: Whether its arguments carry a token dimension (a chunk function, or the delta
-            families' step function).
-        many: Whether it is the function for several tokens.
+        state: Its parameter that takes the recurrent state (or what stands for it).
+        per_token: Its parameters with a token dimension, dimension 1; none for a step function
+            whose arguments carry no such dimension.
     """
 
     name: str
     state: str
-    tokens: bool
-    many: bool
+    per_token: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> bool:
+        """Whether the arguments carry a token dimension."""
+        return bool(self.per_token)
+
+    def between(self, arguments: Mapping[str, Any], start: int, stop: int) -> dict[str, Any]:
+        """Return the arguments for tokens ``start`` to ``stop`` of a call for several tokens."""
+        cut = {
+            name: arguments[name][:, start:stop]
+            for name in self.per_token
+            if arguments.get(name) is not None
+        }
+        return {**arguments, **cut}
+
+
+CONV_STEP = Site("causal_conv1d_update", "conv_state")
+CONV_CHUNK = Site("causal_conv1d_fn", "hidden_states")
+"""The functions of the convolution; the second has no state, so its input stands for it."""
 
 
 class Adapter:
@@ -64,7 +83,12 @@ class Adapter:
         if not all(hasattr(mixer, name) for name in ("layer_idx", "conv1d", *self.attributes)):
             return False
         home = modeling_module(mixer)
-        return all(hasattr(home, site.name) for site in (self.step, self.chunk))
+        return all(hasattr(home, site.name) for site in self.sites)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Every function of the modeling module that is served."""
+        return self.step, self.chunk, CONV_STEP, CONV_CHUNK
 
     def spec(self, mixer: nn.Module) -> LayerSpec:
         """Return the geometry of a mixer that :meth:`matches`."""
@@ -106,6 +130,13 @@ class Adapter:
     def layout(self) -> str:
         """The model's own state layout, in words."""
         return "[B, HV, K, V]" if self.transposed else "[B, HV, V, K]"
+
+
+def conv_spec(mixer: nn.Module) -> ConvSpec:
+    """Return the geometry of a mixer's convolution."""
+    at: Any = mixer
+    channels, _, width = at.conv1d.weight.shape
+    return ConvSpec(channels, width)
 
 
 def modeling_module(mixer: nn.Module) -> ModuleType:

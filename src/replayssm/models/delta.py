@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 L2_EPS = 1e-6
+PER_TOKEN = ("query", "key", "value", "g", "beta")
 
 
 class DeltaAdapter(Adapter):
@@ -56,8 +57,8 @@ class GdnAdapter(DeltaAdapter):
     """Gated DeltaNet: one decay per value head; value heads may share key heads."""
 
     family = "gdn"
-    step = Site("torch_recurrent_gated_delta_rule", "initial_state", tokens=True, many=False)
-    chunk = Site("torch_chunk_gated_delta_rule", "initial_state", tokens=True, many=True)
+    step = Site("torch_recurrent_gated_delta_rule", "initial_state", PER_TOKEN)
+    chunk = Site("torch_chunk_gated_delta_rule", "initial_state", PER_TOKEN)
     attributes = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 
     def spec(self, mixer: nn.Module) -> LayerSpec:
@@ -81,8 +82,8 @@ class KdaAdapter(DeltaAdapter):
     """Kimi Delta Attention: one decay per value head and key channel."""
 
     family = "kda"
-    step = Site("recurrent_kimi_delta_attention", "initial_state", tokens=True, many=False)
-    chunk = Site("chunk_kimi_delta_attention", "initial_state", tokens=True, many=True)
+    step = Site("recurrent_kimi_delta_attention", "initial_state", PER_TOKEN)
+    chunk = Site("chunk_kimi_delta_attention", "initial_state", PER_TOKEN)
     attributes = ("num_heads", "head_dim", "forget_gate")
 
     def spec(self, mixer: nn.Module) -> LayerSpec:

@@ -38,8 +38,8 @@ class Mamba2Adapter(Adapter):
     """Mamba-2: additive write, scalar decay, keys shared by groups of heads."""
 
     family = "mamba2"
-    step = Site("mamba2_selective_state_update", "state", tokens=False, many=False)
-    chunk = Site("mamba2_chunk_scan", "initial_states", tokens=True, many=True)
+    step = Site("mamba2_selective_state_update", "state")
+    chunk = Site("mamba2_chunk_scan", "initial_states", ("hidden_states", "dt", "B", "C", "z"))
     transposed = False
     attributes = ("A_log", "dt_bias", "D", "num_heads", "head_dim", "ssm_state_size", "n_groups")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from replayssm.models.adapters import conv_spec
 from replayssm.models.delta import GdnAdapter, KdaAdapter
 from replayssm.models.mamba2 import Mamba2Adapter
 
@@ -86,7 +87,8 @@ def find_mixers(model: nn.Module) -> tuple[tuple[Mixer, ...], tuple[Refused, ...
         adapter = recognise(module)
         if adapter is not None:
             at: Any = module
-            mixers.append(Mixer(name, module, adapter, adapter.spec(module), int(at.layer_idx)))
+            spec = replace(adapter.spec(module), conv=conv_spec(module))
+            mixers.append(Mixer(name, module, adapter, spec, int(at.layer_idx)))
             continue
         why = refusal(module)
         if why is not None:
