@@ -130,8 +130,18 @@ def make_lines(
     return one, eight_rows
 
 
-def make_tile(plane: Callable[[int, int, int, int], Vec]) -> Callable[..., None]:
+def make_tile(
+    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
+) -> Callable[..., None]:
     """Return four rows times four queries."""
+
+    @inlined
+    def fetch_far(high: int, step: int, low: int, rest: int, i: int) -> None:
+        for r in range(4):
+            if high_size and i * high_size % LINE == 0:
+                prefetch(high + (FAR + r) * step + high_size * i)
+            if low_size and i * low_size % LINE == 0:
+                prefetch(low + (FAR + r) * rest + low_size * i)
 
     @inlined
     def four(row: Vec, p: Vec, q: Vec, r: Vec, s: Vec, sums: Four) -> Four:
@@ -196,7 +206,7 @@ def make_dots(
     a result does not depend on the number of rows or queries beside it.
     """
     one, eight_rows = make_lines(plane, high_size, low_size)
-    four_by_four = make_tile(plane)
+    four_by_four = make_tile(plane, high_size, low_size)
 
     @device
     def dots(
