@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,12 +11,10 @@ from torch import Tensor
 from replayssm.errors import ContractError
 from replayssm.ops import reference
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_block, check_slots, check_tensor
+from replayssm.ops.validation import check_block, check_output, check_slots, check_tensor
 from replayssm.types import Block, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
 
@@ -44,7 +43,8 @@ def step_(
         block: ``[B, T, ...]`` inputs; T = 1 is an ordinary step.
         depth: Planes to read, for all rows or per row.
         impl: Implementation.
-        out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+        out: ``[B, T, HV, V]`` to write into, in memory of its own; allocated in v's dtype when
+            None.
         debug: Refuse NaN, infinite and growing (g > 0) inputs.
 
     Returns:
@@ -119,7 +119,8 @@ def standard_(
         plan: Rows; only ``slots`` and ``lengths`` are read.
         block: ``[B, T, ...]`` inputs, a chain.
         impl: Implementation.
-        out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+        out: ``[B, T, HV, V]`` to write into, in memory of its own; allocated in v's dtype when
+            None.
 
     Returns:
         ``[B, T, HV, V]``.
@@ -148,8 +149,11 @@ def standard_(
 def _per_row(depth: ReadDepth | Sequence[ReadDepth], rows: int) -> list[ReadDepth]:
     if isinstance(depth, str):
         return [ReadDepth(depth)] * rows
+    expected = f"one read depth or {rows} of them"
+    if not isinstance(depth, Sequence):
+        raise ContractError("depth", expected, depth)
     if len(depth) != rows:
-        raise ContractError("depth", f"one read depth or {rows} of them", f"{len(depth)} of them")
+        raise ContractError("depth", expected, f"{len(depth)} of them")
     return [ReadDepth(d) for d in depth]
 
 
@@ -157,4 +161,5 @@ def _output(out: Tensor | None, block: Block, device: torch.device) -> Tensor:
     if out is None:
         return torch.empty_like(block.v, memory_format=torch.contiguous_format)
     check_tensor("out", out, tuple(block.v.shape), device)
+    check_output(out, block)
     return out
