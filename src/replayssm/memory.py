@@ -62,9 +62,9 @@ def plan_memory(
         ring_dtype: dtype of ring keys and values.
 
     Raises:
-        ContractError: ``gib`` is not positive and finite, or there is no layer.
+        ContractError: ``gib`` is not positive, or not finite in bytes, or there is no layer.
     """
-    if not 0 < gib < inf:
+    if not 0 < gib * GIB < inf:
         raise ContractError("gib", "a positive finite number", gib)
     if not layers:
         raise ContractError("layers", "at least one layer", "none")

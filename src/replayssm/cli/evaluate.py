@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -56,10 +57,9 @@ def evaluate(
     precision. Margins are fixed and hashed before the run.
     """
     use_threads(threads)
-    if out.exists() and not out.is_dir():
-        raise ContractError("--out", "a folder", f"a file, {out.name}")
     chosen = ALL_MODELS if full and model is None else (model or DEFAULT_MODEL,)
     plans = [_plan(name, full, margins, seed) for name in chosen]
+    _make_folder(out)
     results = {}
     for name, plan in zip(chosen, plans, strict=True):
         folder = out / plan.model if len(chosen) > 1 else out
@@ -76,6 +76,17 @@ def evaluate(
     else:
         console().print(f"Exit code {int(code)}: {MEANING[code]}.", style="dim")
     raise typer.Exit(int(code))
+
+
+def _make_folder(out: Path) -> None:
+    # before the run: minutes of measurements are not to be lost for want of a place
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        expected = "a folder to write into"
+        raise ContractError("--out", expected, f"{out.name} ({error.strerror})") from error
 
 
 def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:

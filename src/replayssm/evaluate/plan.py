@@ -6,6 +6,7 @@ import hashlib
 import json
 import tomllib
 from dataclasses import asdict, dataclass, fields, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from replayssm.errors import ContractError
@@ -26,7 +27,7 @@ class Margins:
       ``sqrt(0.002 / 2)`` = 3.2 %: at most about 3 in 100 sampled tokens could come out different.
     * ``p99_kl``: the same bound for the worst token in a hundred, total variation under 16 %.
     * ``bits_per_byte``: 0.5 % is well under the gap between two training runs of one recipe.
-    * ``recall_drop``: 3 points is what 128 probes can rule out when not one answer changes, so a
+    * ``recall_drop``: 3 points is what 129 probes can rule out when not one answer changes, so a
       smaller margin could not be passed by a perfect arm in a default run.
     * ``speedup``: below 5 % the change is not worth its complexity.
     * ``logit_error``, ``state_error``: for arms that promise fp32 results. Sums in another order
@@ -54,8 +55,8 @@ class Margins:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-                raise ContractError(f"margins.{item.name}", "a positive number", value)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
+                raise ContractError(f"margins.{item.name}", "a positive finite number", value)
         if self.speedup < 1:
             raise ContractError("margins.speedup", "at least 1", self.speedup)
 
@@ -158,7 +159,7 @@ def read_margins(path: Path) -> Margins:
         raise ContractError("--margins", "a TOML file", path.name)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ContractError("--margins", "valid TOML", f"{path.name}: {error}") from error
     if set(table) != {"margins"} or not isinstance(table["margins"], dict):
         raise ContractError("--margins", "one table [margins]", sorted(table))

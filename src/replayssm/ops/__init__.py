@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from replayssm.ops.validation import (
     check_block,
     check_conv,
     check_exact,
+    check_output,
     check_slots,
     check_targets,
     check_tensor,
@@ -24,8 +26,6 @@ from replayssm.ring import BlockPlan
 from replayssm.types import Block, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from replayssm.storage import LayerStore
@@ -55,7 +55,8 @@ def step_(
         block: ``[B, T, ...]`` inputs, a chain or a tree; T = 1 is an ordinary step.
         depth: Planes to read, for all rows or per row.
         impl: Implementation.
-        out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+        out: ``[B, T, HV, V]`` to write into, in memory of its own; allocated in v's dtype when
+            None.
         debug: Refuse NaN, infinite and growing (g > 0) inputs.
 
     Returns:
@@ -194,7 +195,8 @@ def standard_(
         plan: Rows; only ``slots`` and ``lengths`` are read.
         block: ``[B, T, ...]`` inputs, a chain.
         impl: Implementation.
-        out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+        out: ``[B, T, HV, V]`` to write into, in memory of its own; allocated in v's dtype when
+            None.
         targets: ``[B, T]`` slots that get the state after each token, which the next token then
             continues from; None rewrites in place. No slot may belong to two rows.
 
@@ -227,8 +229,11 @@ def standard_(
 def _per_row(depth: ReadDepth | Sequence[ReadDepth], rows: int) -> list[ReadDepth]:
     if isinstance(depth, str):
         return [ReadDepth(depth)] * rows
+    expected = f"one read depth or {rows} of them"
+    if not isinstance(depth, Sequence):
+        raise ContractError("depth", expected, depth)
     if len(depth) != rows:
-        raise ContractError("depth", f"one read depth or {rows} of them", f"{len(depth)} of them")
+        raise ContractError("depth", expected, f"{len(depth)} of them")
     return [ReadDepth(d) for d in depth]
 
 
@@ -236,4 +241,5 @@ def _output(out: Tensor | None, block: Block, device: torch.device) -> Tensor:
     if out is None:
         return torch.empty_like(block.v, memory_format=torch.contiguous_format)
     check_tensor("out", out, tuple(block.v.shape), device)
+    check_output(out, block)
     return out

@@ -47,6 +47,8 @@ def check_block(
         device: Where the layer's tensors are.
         finite: Also check the values (debug mode; costs a pass over the inputs).
     """
+    if not isinstance(block, Block):
+        raise ContractError("block", "a Block", type(block).__name__)
     if block.q.ndim != 4:
         raise ContractError("q", "4 dimensions [B, T, H, K]", tuple(block.q.shape))
     tokens = block.tokens
@@ -179,8 +181,27 @@ def check_targets(plan: BlockPlan, targets: NDArray[np.int64], tokens: int, slot
         raise ContractError("targets", f"slots 0 to {slots - 1}", targets.tolist())
 
 
+def check_output(out: Tensor, block: Block) -> None:
+    """Refuse an output that a step could not write element by element before it is done reading.
+
+    That is one whose elements share memory, one made in inference mode and used outside of it, and
+    one in the memory of an input.
+    """
+    if any(stride == 0 and n > 1 for stride, n in zip(out.stride(), out.shape, strict=True)):
+        expected = "an element of memory for every output"
+        raise ContractError("out", expected, f"strides {out.stride()}", "use torch.empty")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ContractError("out", "a tensor that may be written here", "an inference tensor")
+    memory = out.untyped_storage().data_ptr()
+    for name in ("q", "k", "v", "g", "w"):
+        if memory and getattr(block, name).untyped_storage().data_ptr() == memory:
+            raise ContractError("out", "memory of its own", f"the memory of {name}")
+
+
 def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Refuse a tensor of another shape, dtype class or device."""
+    """Refuse what is no tensor, or one of another shape, dtype class or device."""
+    if not isinstance(x, Tensor):
+        raise ContractError(name, "a torch tensor", type(x).__name__)
     if tuple(x.shape) != shape:
         raise ContractError(name, f"shape {shape}", tuple(x.shape))
     if x.dtype not in INPUT_DTYPES:
