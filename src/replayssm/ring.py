@@ -42,8 +42,9 @@ class RingSpec:
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("keep", 0), ("max_block", 1), ("tiles", 1)):
-            if getattr(self, name) < least:
-                raise ContractError(name, f"an integer >= {least}", getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ContractError(name, f"an integer >= {least}", value)
         if self.tiles > self.window:
             raise ContractError("tiles", f"at most window ({self.window})", self.tiles)
 

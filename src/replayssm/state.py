@@ -22,11 +22,18 @@ from torch import Tensor
 from replayssm.errors import CapacityError, ContractError
 from replayssm.ops import compact_, conv, conv_, fold_, materialise, reference, step_
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_admission
+from replayssm.ops.validation import check_admission, check_position
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec, allocate
-from replayssm.ticket import Ticket, check_lengths, check_paths, per_row, tree_parents
+from replayssm.ticket import (
+    Ticket,
+    check_index,
+    check_lengths,
+    check_paths,
+    per_row,
+    tree_parents,
+)
 from replayssm.transfer import SlotImage, copy_slot_, read_slot, write_slot_
 from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 
@@ -132,8 +139,7 @@ class StatePool:
             CapacityError: No slot is free.
             ContractError: A state does not fit its layer; nothing was changed.
         """
-        if position < 0:
-            raise ContractError("position", "a non-negative integer", position)
+        position = check_position(position)
         check_admission(self.specs, states, windows, self.device, finite=self.debug)
         ref = self._slots.take()
         for i, store in enumerate(self.stores):
@@ -224,8 +230,9 @@ class StatePool:
                 for pad rows.
 
         Raises:
-            TicketError: The ticket is spent or foreign (nothing changed), or some layers never ran
-                (its slots are invalid now and can only be released).
+            TicketError: The ticket is spent or foreign (nothing changed), or only some layers ran
+                (its slots are invalid now and can only be released), or none did and entries are
+                to be kept (the forward is closed, nothing else changed).
             SlotError: A slot was released and its entry is not None; nothing changed.
             ContractError: A number is out of range; nothing changed.
         """
@@ -269,13 +276,13 @@ class StatePool:
         Raises:
             ContractError: Some entries are folded already; nothing was changed.
         """
-        slots = self._slots.check_rows(refs, Status.LIVE)
+        slots = self._slots.check_all(refs, Status.LIVE)
         counts = per_row("tokens", tokens, len(slots))
         self._slots.crop(slots, counts)
 
     def fold_(self, refs: Sequence[SlotRef]) -> None:
         """Bring slots' planes to their newest boundary now; the next step would do the same."""
-        slots = self._slots.check_rows(refs, Status.LIVE)
+        slots = self._slots.check_all(refs, Status.LIVE)
         plan = self._slots.plan(slots, [0] * len(slots))
         for store in self.stores:
             fold_(store, plan, impl=self.impl)
@@ -306,18 +313,18 @@ class StatePool:
 
         Raises:
             CapacityError: Too few free slots for the copies; nothing was changed.
+            ContractError: An index is no row of ``refs``; nothing was changed.
         """
-        self._slots.check_rows(refs, Status.LIVE)
-        if any(not 0 <= i < len(refs) for i in index):
-            raise ContractError("index", f"rows 0 to {len(refs) - 1}", list(index))
-        dropped = [i for i in range(len(refs)) if i not in index]
-        if len(index) - len(set(index)) > self.num_free + len(dropped):
+        self._slots.check_all(refs, Status.LIVE)
+        source = check_index(index, len(refs))
+        dropped = [i for i in range(len(refs)) if i not in source]
+        if len(source) - len(set(source)) > self.num_free + len(dropped):
             raise CapacityError("reorder_: too few free slots for the copies; nothing was changed")
         for i in dropped:
             self.release_(refs[i])
         first_use: set[int] = set()
         moved = []
-        for i in index:
+        for i in source:
             if i in first_use:
                 moved.append(self.fork_(refs[i]))
             else:
@@ -354,6 +361,7 @@ class StatePool:
         slot = self._slots.check(ref, Status.LIVE)
         return read_slot(self.stores, slot, *self._slots.counts(slot))
 
+    @torch.no_grad()
     def import_(self, image: SlotImage) -> SlotRef:
         """Admit an exported slot, bit for bit, at the phase it was exported in.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from replayssm.ring import BlockPlan
     from replayssm.storage import StorageSpec
 
+# counts are int64; this leaves half of them to count on from any position
+MOST_TOKENS = 2**62
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -89,6 +92,17 @@ def check_conv(
         raise ContractError("x", "finite values", "NaN or infinity")
 
 
+def check_position(position: int) -> int:
+    """Return a token count that leaves room to count on, or refuse it."""
+    try:
+        at = index(position)
+    except TypeError:
+        at = -1
+    if not 0 <= at <= MOST_TOKENS:
+        raise ContractError("position", f"an integer from 0 to {MOST_TOKENS}", position)
+    return at
+
+
 def check_admission(
     specs: Sequence[StorageSpec],
     states: Sequence[Tensor] | None,
@@ -119,9 +133,10 @@ def _check_admitted(
 ) -> None:
     if tuple(x.shape) != shape:
         raise ContractError(name, f"shape {shape}", tuple(x.shape))
-    if x.device != device or not x.is_floating_point():
-        raise ContractError(name, f"a float tensor on {device}", f"{x.dtype} on {x.device}")
-    if finite and not bool(torch.isfinite(x).all()):
+    if x.device != device or not x.is_floating_point() or x.layout is not torch.strided:
+        got = f"{x.dtype}, {x.layout}, on {x.device}"
+        raise ContractError(name, f"a dense float tensor on {device}", got)
+    if finite and not bool(torch.isfinite(x.float()).all()):
         raise ContractError(name, "finite values", "NaN or infinity")
 
 
@@ -129,7 +144,7 @@ def check_values(plan: BlockPlan, block: Block) -> None:
     """Refuse NaN, infinity and g > 0 in the tokens that count; g = -inf is a gate of exactly 0."""
     real = _real(plan, block.q)
     for name in ("q", "k", "v", "w"):
-        if not bool(torch.isfinite(getattr(block, name)[real]).all()):
+        if not bool(torch.isfinite(getattr(block, name)[real].float()).all()):
             raise ContractError(name, "finite values", "NaN or infinity")
     if not bool((block.g[real] <= 0).all()):
         raise ContractError("g", "log-decays <= 0", "a positive number or NaN")

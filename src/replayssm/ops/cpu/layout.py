@@ -306,9 +306,11 @@ def rings_at(store: LayerStore) -> RingsAt:
 
 
 def readable(x: Tensor, dims: int) -> Tensor:
-    """Return x itself, or a copy where a kernel could not read it: fp64, or a strided last dim."""
-    if x.dtype not in KIND:
-        x = x.float()
+    """Return x itself, or a copy where a kernel could not read it: fp64, or a strided last dim.
+
+    A negated view counts as one: torch negates it when it is read.
+    """
+    x = x.resolve_neg() if x.dtype in KIND else x.float()
     return x.contiguous() if x.ndim > dims and x.stride(-1) != 1 else x
 
 
