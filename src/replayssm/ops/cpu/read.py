@@ -87,6 +87,7 @@ def make_lines(
         if low_size and i * low_size % LINE == 0:
             prefetch(low + AHEAD + low_size * i)
 
+    # rows that are read together are passed sooner than AHEAD bytes are fetched
     @inlined
     def fetch_far(high: int, step: int, low: int, rest: int, i: int) -> None:
         for r in range(4):
