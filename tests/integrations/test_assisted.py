@@ -34,6 +34,7 @@ WINDOW = 4
 KEEP = 5
 TRAINED = tiny.NAMES[:3]
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
+# 5.17 to 5.19: placeholder layers count as uncroppable, and pure Mamba2 is not served
 OLD_LOOP = not hasattr(transformers.cache_utils.Cache, "get_recurrent_state")
 
 
@@ -224,7 +225,7 @@ def test_crop_of_a_prefill(name):
             cache = new_cache(model)
             cache.activate_past_recording()
             forward(model, torch.cat([ids[:, :25], wrong[:, :count]], dim=1), cache)
-            assert cache.is_croppable
+            assert cache.is_croppable or OLD_LOOP
             # a long prompt is no long draft
             assert handle.pool.ring.keep == 20
             crop(cache, count)
@@ -372,7 +373,8 @@ def test_rows_move_after_a_crop(name):
     wanted = oracle(model, ids[picked].repeat_interleave(2, dim=0), 9)
     with replayssm.enable(model, window=WINDOW, keep=KEEP, self_test=False):
         cache = new_cache(model)
-        for _ in range(2):
+        # older releases keep zeros as keys and values after a reset
+        for _ in range(1 if OLD_LOOP else 2):
             forward(model, ids[:, :9], cache)
             forward(model, wrong, cache)
             crop(cache, 4)
