@@ -53,8 +53,8 @@ def evaluate(
 ) -> None:
     """Evaluate state replay on a model and this machine, and write a report.
 
-    Compares standard and replay arms in four sections: compatibility, bottleneck, window and batch,
-    precision. Margins are fixed and hashed before the run.
+    Compares standard and replay arms in five sections: compatibility, bottleneck, window and batch,
+    precision, speculation. Margins are fixed and hashed before the run.
     """
     use_threads(threads)
     chosen = ALL_MODELS if full and model is None else (model or DEFAULT_MODEL,)
@@ -133,6 +133,7 @@ def _print(result: Result, folder: Path) -> None:
     print_table(summary.columns, list(summary.rows))
     out.print()
     print_table(routes.columns, list(routes.rows))
+    out.print(f"Speculation: {result.speculation.advice}")
     out.print()
     for warning in result.warnings:
         out.print(f"Note: {warning}", style="dim")
@@ -170,6 +171,10 @@ def _summary(results: dict[str, Result], out: Path, code: ExitCode) -> dict[str,
                     {"first": t.first, "last": t.last, "serve_with": t.arm}
                     for t in r.judgement.routes
                 ],
+                "speculation": {
+                    "verdict": r.speculation.verdict.value,
+                    "advice": r.speculation.advice,
+                },
                 "seconds": round(r.seconds, 1),
                 "report": str(folder / "report.html"),
                 "result": str(folder / "result.json"),

@@ -83,6 +83,12 @@ class Scope:
         probes: ``(length, probes per kind)`` pairs.
         block: Tokens per forward in the precision section; a divisor of ``window``, so that every
             token finds the ring as deep as it would in single steps.
+        drafts: Draft lengths of the speculation section.
+        draft_rows: Sequences decoded there.
+        draft_prompt: Tokens of their prompts.
+        draft_tokens: Tokens emitted per sequence.
+        verify_batch: Batch of its layer-level timings.
+        rollbacks: Rounds of its rollback torture.
     """
 
     window: int = 16
@@ -100,6 +106,12 @@ class Scope:
     text_rows: int = 2
     probes: tuple[tuple[int, int], ...] = ((256, 39), (1024, 3), (8192, 1))
     block: int = 16
+    drafts: tuple[int, ...] = (3, 7)
+    draft_rows: int = 3
+    draft_prompt: int = 256
+    draft_tokens: int = 128
+    verify_batch: int = 16
+    rollbacks: int = 2000
 
     def __post_init__(self) -> None:
         if self.block < 1 or self.window % self.block:
@@ -116,6 +128,10 @@ FULL_SCOPE = Scope(
     budget_bytes=1 << 30,
     text_rows=4,
     probes=((256, 96), (1024, 32), (4096, 8), (8192, 4)),
+    drafts=(1, 3, 7, 15),
+    draft_rows=6,
+    draft_tokens=256,
+    rollbacks=10_000,
 )
 
 
