@@ -93,7 +93,8 @@ def test_report_says_the_verdict_first_and_the_manifest_last(result):
     places = [
         html.index(text)
         for text in ('class="verdict', "Routing table", "1. Compatibility", "2. Bottleneck",
-                     "3. Window", "4. Precision", "5. Speculation", "Margins and definitions", "<h2>Manifest")
+                     "3. Window", "4. Precision", "5. Speculation", "Margins and definitions",
+                     "<h2>Manifest")
     ]  # fmt: skip
     assert places == sorted(places)
 

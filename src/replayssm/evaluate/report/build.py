@@ -41,6 +41,7 @@ TABLES = {
     "buckets": tables.buckets,
     "recalls": tables.recalls,
     "drafted": speculation.drafted,
+    "rollbacks": speculation.rollbacks,
     "verified": speculation.verified,
     "speculation_memory": speculation.memory,
     "torture": speculation.torture,

@@ -13,6 +13,7 @@ from replayssm.evaluate.report.words import (
     number_range,
     percent,
     percent_range,
+    ratio,
     ratio_range,
     size,
 )
@@ -27,6 +28,7 @@ def drafted(result: Result) -> Table:
     rows = []
     for d in result.speculation.drafted:
         rate = d.break_even_rate
+        needed = "out of reach" if rate is None else percent(rate, 0)
         rows.append(
             (
                 d.drafter,
@@ -37,8 +39,7 @@ def drafted(result: Result) -> Table:
                 f"{d.equal} of {d.sequences}",
                 number(d.ms_per_token),
                 ratio_range(d.speedup),
-                number(d.break_even, 2),
-                "out of reach" if rate is None else percent(rate, 0),
+                f"{number(d.break_even, 2)} kept, {needed}",
             )
         )
     columns = (
@@ -50,19 +51,41 @@ def drafted(result: Result) -> Table:
         "same tokens",
         "ms a token",
         "vs plain decode",
-        "break-even kept",
-        "break-even accepted",
+        "break-even",
     )
     notes = (
         "Accepted: share of drafted tokens. Kept per verify: entries that stay, the pending token "
         "and accepted drafts. Same tokens: sequences equal to plain decode. Break-even: what a "
-        "verify has to keep, and the acceptance that keeps as many, to take plain decode's time."
+        "verify has to keep to take plain decode's time, and the acceptance that keeps as many."
     )
     return Table(columns, tuple(rows), notes)
 
 
+def rollbacks(result: Result) -> Table:
+    """Time per committed token of every way, by drafter and draft length."""
+    found = result.speculation.verified
+    ways = list(dict.fromkeys(v.way for v in found))
+    ways.sort(key=lambda way: way in (SNAPSHOT, RECOMPUTE))
+    rows = []
+    for drafter, drafts in dict.fromkeys((v.drafter, v.drafts) for v in found):
+        mine = {v.way: v for v in found if (v.drafter, v.drafts) == (drafter, drafts)}
+        cells = []
+        for way in ways:
+            v = mine.get(way)
+            text = NONE if v is None else number(v.us_per_token)
+            if v is not None and v.versus_snapshot and v.versus_recompute:
+                text += f" ({ratio(v.versus_snapshot)}, {ratio(v.versus_recompute)})"
+            cells.append(text)
+        rows.append((drafter, str(drafts), *cells))
+    notes = (
+        "Microseconds per committed token and layer; in brackets the speed-up over snapshots and "
+        "over recomputation."
+    )
+    return Table(("drafter", "drafts", *ways), tuple(rows), notes)
+
+
 def verified(result: Result) -> Table:
-    """The ways to verify and commit at layer level."""
+    """Every way to verify and commit, with intervals and bytes."""
     found = result.speculation
     rows = tuple(
         (
@@ -151,7 +174,7 @@ def speed_by_drafts(result: Result) -> str:
             mine = [d for d in found if d.drafter == name]
             offset = (i - (len(names) - 1) / 2) * 0.07
             xs = [lengths.index(d.drafts) + offset for d in mine]
-            with_interval(ax, xs, [d.speedup for d in mine], SERIES[i], name)
+            with_interval(ax, xs, [d.speedup for d in mine], SERIES[2 + i], name)
         ax.axhline(1, color=FAINT, linewidth=1)
         categories(ax, lengths)
         limit_ratio(ax, [d.speedup for d in found])
