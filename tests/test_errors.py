@@ -14,7 +14,6 @@ from replayssm.errors import (
     ReplayError,
     SlotError,
     TicketError,
-    UnsupportedError,
 )
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef
@@ -374,10 +373,3 @@ def test_an_unfit_out_is_refused(desk, case):
     ticket = desk.pool.begin(desk.refs)
     with desk.refuses(ContractError, message):
         desk.pool.step_(ticket, 0, desk.block(), out=out)
-
-
-def test_a_tree_is_refused_by_an_implementation_that_reads_chains():
-    desk = Desk(Impl.CPU)
-    ticket = desk.pool.begin(desk.refs, 2, [[-1, -1], [-1, 0]])
-    with desk.refuses(UnsupportedError, "impl=cpu: the cpu implementation reads chains, not trees"):
-        desk.pool.step_(ticket, 0, desk.block(tokens=2))

@@ -9,7 +9,8 @@ import torch
 
 from replayssm import Block, Decay, LayerSpec, RingSpec, StatePool, Write
 from replayssm.errors import ContractError
-from replayssm.types import Impl
+from replayssm.testing.guard import plane_digest
+from replayssm.types import Format, Impl
 
 NODES, KEEP = 7, 3
 
@@ -27,16 +28,17 @@ def inputs(layer: LayerSpec, tokens: int, seed: int) -> Block:
     )
 
 
-def pool_of(layer: LayerSpec, impl: Impl) -> StatePool:
+def pool_of(layer: LayerSpec, impl: Impl, fmt: Format = Format.S32) -> StatePool:
     ring = RingSpec(window=8, max_block=NODES, keep=KEEP)
-    return StatePool([layer] * 2, 2, ring=ring, impl=impl)
+    return StatePool([layer] * 2, 2, state=fmt, ring=ring, impl=impl)
 
 
 @pytest.mark.parametrize("write", list(Write))
 @pytest.mark.parametrize("decay", list(Decay))
-def test_accepted_path_is_all_that_a_tree_leaves_behind(impl, write, decay):
-    layer = LayerSpec(write, decay, 2, 4, 12, 10)
-    ours, plain, draw = pool_of(layer, impl), pool_of(layer, impl), random.Random(0)
+@pytest.mark.parametrize("fmt", list(Format))
+def test_accepted_path_is_all_that_a_tree_leaves_behind(impl, write, decay, fmt):
+    layer, draw = LayerSpec(write, decay, 2, 4, 12, 10), random.Random(0)
+    ours, plain = pool_of(layer, impl, fmt), pool_of(layer, impl, fmt)
     a, b = ours.admit_(), plain.admit_()
     for turn in range(12):
         parents = [-1, *(draw.randrange(-1, t) for t in range(1, NODES))]
@@ -56,6 +58,8 @@ def test_accepted_path_is_all_that_a_tree_leaves_behind(impl, write, decay):
         assert ours.committed(a) == plain.committed(b)
     for x, y in zip(ours.materialise(a), plain.materialise(b), strict=True):
         assert torch.equal(x, y)
+    for x, y in zip(ours.stores, plain.stores, strict=True):
+        assert plane_digest(x, a.slot) == plane_digest(y, b.slot)
 
 
 def test_count_on_a_tree_must_be_a_path(impl):

@@ -8,6 +8,7 @@ number of threads nor the batch shows in a result.
 from __future__ import annotations
 
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numba
@@ -109,7 +110,12 @@ def _parents(plan: BlockPlan, tokens: int) -> NDArray[np.int64]:
     # a chain is a tree with one leaf; one form of it is compiled
     if plan.parents is not None:
         return np.ascontiguousarray(plan.parents, np.int64)
-    return np.tile(np.arange(-1, tokens - 1), (plan.rows, 1))
+    return _chains(plan.rows, tokens)
+
+
+@lru_cache(maxsize=64)
+def _chains(rows: int, tokens: int) -> NDArray[np.int64]:
+    return np.tile(np.arange(-1, tokens - 1), (rows, 1))
 
 
 def _check_span(at: Geometry, plan: BlockPlan, *, has_block: bool) -> None:

@@ -86,7 +86,7 @@ def past_part(at: Geometry, here: HeadAt, past: int, first: int, y: int, c: int)
         store(at_y + 3 * to, t)
 
 
-@device
+@inlined
 def entry_parts(
     at: Geometry,
     s: Scratch,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replayssm.ops.cpu.common import IS_F32, copy_in
 from replayssm.ops.cpu.layout import GROUP, Geometry, Scratch
 from replayssm.ops.cpu.read import dots_scratch
 from replayssm.ops.cpu.vector import (
@@ -75,6 +74,13 @@ def match_keys(at: Geometry, s: Scratch, n: int, tokens: int) -> None:
 
 
 @inlined
+def copy_row(to: int, source: int, row: int) -> None:
+    """Copy one row of scratch."""
+    for i in range(0, row, 4 * LANES):
+        store(to + i, load(source + i))
+
+
+@inlined
 def carry(at: Geometry, x: Vec, key: Vec, back: Vec, gate: Vec) -> Vec:
     """Return 16 lanes of ``D (x - c k)``, or ``D x`` for additive writes; ``back`` is -c."""
     new = x
@@ -87,13 +93,11 @@ def carry(at: Geometry, x: Vec, key: Vec, back: Vec, gate: Vec) -> Vec:
 def pull_one(
     at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, token: int
 ) -> None:
-    """Pull one query back entry by entry: delta writes, or one decay per key channel.
-
-    ``s.x`` holds the query on entry.
-    """
+    """Pull one query back entry by entry: delta writes, or one decay per key channel."""
     step, strength = at.key_row, s.strength + 4 * skip
     keys, decay = s.keys + skip * step, s.decay + skip * (step if at.per_channel else 4)
     x, c, j = s.x + token * step, s.c + token * at.entry_row, past + token
+    copy_row(x, s.queries + token * step, step)
     while j >= 0:
         key, a, gate = keys + j * step, zero(), splat(ONE)
         for i in range(0, step, 4 * LANES):
@@ -165,12 +169,14 @@ def pull_four(
     """Pull four queries back together, so that a key is loaded once for all that see it.
 
     Every turn takes the newest entry that one of them has yet to pass; what the others would get
-    goes to spare memory. Queries behind ``last`` repeat it. ``s.x`` holds the queries on entry.
+    goes to spare memory. Queries behind ``last`` repeat it.
     """
     step, wide, no = at.key_row, at.entry_row, s.spare
     x, c = s.x + token * step, s.c + token * wide
     e, f = past + token, past + min(token + 1, last)
     g, h = past + min(token + 2, last), past + min(token + 3, last)
+    for i in range(GROUP):
+        copy_row(x + i * step, s.queries + min(token + i, last) * step, step)
     j = max(max(e, f), max(g, h))
     while j >= 0:
         then, at_c = before(parents, row, past, j), c + 4 * j
@@ -188,7 +194,7 @@ def pull_four(
         j = max(max(e, f), max(g, h))
 
 
-@device
+@inlined
 def pull_all(
     at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, length: int
 ) -> None:
@@ -201,13 +207,6 @@ def pull_all(
             pull_additive(at, s, parents, row, past, skip, t)
         return
     for t in range(0, length, GROUP):
-        for i in range(GROUP):
-            copy_in(
-                s.x + (t + i) * at.key_row,
-                s.queries + min(t + i, length - 1) * at.key_row,
-                IS_F32,
-                at.key_dim,
-            )
         if length - t == 1:
             pull_one(at, s, parents, row, past, skip, t)
         else:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 AHEAD = 2048
 LINE = 64
+# rows between those that are read for several queries and those that are fetched
+FAR = 16
 
 
 @device
@@ -66,6 +68,15 @@ def make_dots(
             prefetch(high + AHEAD + high_size * i)
         if low_size and i * low_size % LINE == 0:
             prefetch(low + AHEAD + low_size * i)
+
+    # rows that are read together are passed sooner than AHEAD bytes are fetched
+    @inlined
+    def fetch_far(high: int, step: int, low: int, rest: int, i: int) -> None:
+        for r in range(4):
+            if high_size and i * high_size % LINE == 0:
+                prefetch(high + (FAR + r) * step + high_size * i)
+            if low_size and i * low_size % LINE == 0:
+                prefetch(low + (FAR + r) * rest + low_size * i)
 
     @inlined
     def one(high: int, low: int, x: int, keys: int) -> Vec:
@@ -106,6 +117,7 @@ def make_dots(
         n: int,
         sums: tuple[Four, Four, Four, Four],
     ) -> tuple[Four, Four, Four, Four]:
+        fetch_far(high, step, low, rest, i)
         at = x + 4 * i
         p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
         a, b, c, d = sums
