@@ -34,6 +34,7 @@ WINDOW = 4
 KEEP = 5
 TRAINED = tiny.NAMES[:3]
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
+# 5.17 to 5.19: placeholder layers count as uncroppable, and pure Mamba2 is not served
 OLD_LOOP = not hasattr(transformers.cache_utils.Cache, "get_recurrent_state")
 
 
@@ -106,7 +107,7 @@ def test_a_model_accepts_everything_it_drafts_itself(name):
     """Classes 33 and 99: a crop that is off by one shows as drafts that are refused."""
     model, twin, ids = build(name), likeness(name, 0.0), repetitive()
     # else transformers masks a pad token that the assistant has drafted
-    model.generation_config.pad_token_id = None
+    model.generation_config.pad_token_id = VOCAB
     with replayssm.enable(model), replayssm.enable(twin):
         verified, drafted = Forwards(model), Forwards(twin)
         generate(model, ids, 84, assistant_model=twin)
@@ -219,12 +220,14 @@ def test_crop_of_a_prefill(name):
     """The first assisted forward: prompt and drafts together, then a crop."""
     model, ids, wrong = build(name), prompt(tokens=30), prompt(tokens=20, seed=9)
     wanted = oracle(model, ids, 25)
-    with replayssm.enable(model, window=WINDOW, self_test=False):
+    with replayssm.enable(model, window=WINDOW, self_test=False) as handle:
         for count in (0, 1, 7, 20):
             cache = new_cache(model)
             cache.activate_past_recording()
             forward(model, torch.cat([ids[:, :25], wrong[:, :count]], dim=1), cache)
-            assert cache.is_croppable
+            assert cache.is_croppable or OLD_LOOP
+            # a long prompt is no long draft
+            assert handle.pool.ring.keep == 20
             crop(cache, count)
             out = [forward(model, ids[:, t : t + 1], cache) for t in range(25, 30)]
             assert float((torch.cat(out, dim=1) - wanted).abs().max()) < BUDGET
@@ -370,7 +373,8 @@ def test_rows_move_after_a_crop(name):
     wanted = oracle(model, ids[picked].repeat_interleave(2, dim=0), 9)
     with replayssm.enable(model, window=WINDOW, keep=KEEP, self_test=False):
         cache = new_cache(model)
-        for _ in range(2):
+        # older releases keep zeros as keys and values after a reset
+        for _ in range(1 if OLD_LOOP else 2):
             forward(model, ids[:, :9], cache)
             forward(model, wrong, cache)
             crop(cache, 4)

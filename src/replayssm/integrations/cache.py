@@ -29,11 +29,12 @@ from replayssm.errors import (
     UnsupportedError,
 )
 from replayssm.integrations import crop as cropping
-from replayssm.integrations.forward import Forward, newest
+from replayssm.integrations.forward import Forward
 from replayssm.integrations.hooks import Call, StateHook
 from replayssm.integrations.layer import bind_layer, unbind_layer
+from replayssm.integrations.layout import from_layers, model_convs, model_states
 from replayssm.integrations.live import LiveConv, LiveState
-from replayssm.models.adapters import refuse_packed
+from replayssm.models.adapters import conv_spec, conv_weights, refuse_packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,7 @@ class CacheBinding:
         handle: The enabled model.
         rows: What they keep; None before the first prefill and after a reset.
         position: Tokens that every row has seen, padding included.
+        ring: Ring sizes of this cache alone; None takes the handle's.
     """
 
     def __init__(self, handle: Enabled, cache: Any, position: int) -> None:  # noqa: ANN401
@@ -63,13 +65,15 @@ class CacheBinding:
         self._indices = tuple(mixer.layer_idx for mixer in handle.mixers)
         self.rows: Rows | None = None
         self.position = position
+        self.ring: RingSpec | None = None
         self._forward: Forward | None = None
+        self._held: Forward | None = None
         self._failed = False
         self._active: int | None = None
         self._state_dtype = torch.float32
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheBinding:
-        if self._forward is not None:
+        if self._forward is not None or self._held is not None:
             raise SlotError("cache: cannot be copied in the middle of a forward")
         twin = CacheBinding.__new__(CacheBinding)
         memo[id(self)] = twin
@@ -99,15 +103,10 @@ class CacheBinding:
         for ordinal, layer in enumerate(plain):
             container[self._indices[ordinal]] = bind_layer(layer, self, ordinal)
         self._owner().crop = self.crop
-        held = [layer.recurrent_states[0] for layer in plain]
-        if all(layer.has_previous_state[0] for layer in plain) and None not in held:
-            self._state_dtype = held[0].dtype
-            pairs = zip(self.handle.mixers, held, strict=True)
-            windows = [
-                newest(layer.conv_states[0], width - 1)
-                for layer, width in zip(plain, self._widths(), strict=True)
-            ]
-            self._admit([m.adapter.from_model(state) for m, state in pairs], windows, self.position)
+        held = from_layers(plain, self.handle.mixers)
+        if held is not None:
+            self._state_dtype = held[0][0].dtype
+            self._admit(*held, self.position)
 
     def restore(self) -> None:
         """Undo :meth:`adopt`: plain layers with plain tensors in the model's own layout.
@@ -115,7 +114,7 @@ class CacheBinding:
         A half-written cache stays bound, so that reading it goes on raising.
         """
         cache = None if self._cache is None else self._cache()
-        if cache is None or self._failed or self._forward is not None:
+        if cache is None or self._failed or self._forward is not None or self._held is not None:
             return
         states: list[Tensor | None] = [None] * len(self._indices)
         convs: list[Tensor | None] = list(states)
@@ -132,6 +131,7 @@ class CacheBinding:
             SlotError: An earlier forward stopped between layers; the state is half-written.
             ContractError: The batch has another number of rows than the cache.
         """
+        self._check_committed()
         at = self._forward
         in_order = at.done == layer if at is not None else layer == 0
         same = at is None or (at.rows, at.tokens) == (rows, tokens)
@@ -156,12 +156,43 @@ class CacheBinding:
         at.done, at.is_served, at.is_convolved = at.done + 1, False, False
         if at.done < len(self._indices):
             return
-        if at.is_step and self.rows is not None:
-            self.rows.commit()
+        if at.is_held:
+            self._held, self._forward = at, None
+            return
+        if at.is_step:
+            self._live_rows().commit()
         else:
-            self._finish_prefill(at)
+            self._admit(at.states, at.windows, self.position + at.head)
+            if at.tail:
+                at.append_tail(self._live_rows(), self.handle.mixers, self.handle.read)
         self._forward = None
         self.position += at.tokens
+
+    def hold(self, tokens: int, parents: Sequence[int] | None = None) -> None:
+        """Open the next forward now, as a block whose commit is left to :meth:`commit`.
+
+        Args:
+            tokens: T of the block, at most ``max_block``.
+            parents: The token of the block that each token continues, -1 for the committed
+                sequence; None for a chain.
+        """
+        self._check_idle()
+        rows = self._live_rows()
+        rows.begin(tokens, parents)
+        self._forward = Forward(rows.count, tokens, is_step=True, is_held=True)
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keep the tokens of ``path`` of the block that :meth:`hold` opened: all layers follow.
+
+        Raises:
+            ContractError: No block awaits its commit, or the path does not go down its tree.
+        """
+        if self._held is None:
+            raise ContractError("commit", "a block that was verified", "none")
+        self._live_rows().commit(path)
+        block, self._held = self._held.tokens, None
+        cropping.keep_path(self._owner().layers, block, path)
+        self.position += len(path)
 
     def view(self, layer: int) -> Tensor | StateHook | None:
         """Return what ``recurrent_states[0]`` shows: the hook to its mixer, else a tensor."""
@@ -229,12 +260,13 @@ class CacheBinding:
             raise ContractError("conv_states", "inputs from a mixer's forward", "a tensor")
         if at.is_step:
             return LiveConv(self, layer, inputs)
-        return at.take_inputs(layer, inputs, self._widths()[layer])
+        width = conv_spec(self.handle.mixers[layer].module).width
+        return at.take_inputs(layer, inputs, width)
 
     def reset(self) -> None:
         """Forget every row; the next forward is a first prefill."""
-        self.rows, self._forward, self._failed, self._active = None, None, False, None
-        self.position = 0
+        self.rows, self._forward, self._held = None, None, None
+        self._failed, self._active, self.position = False, None, 0
 
     def select(self, index: Sequence[int]) -> None:
         """Make row i the sequence of row ``index[i]``."""
@@ -270,7 +302,8 @@ class CacheBinding:
             if not self.keep:
                 return Forward(rows, tokens, is_step=False)
             self._start_empty(rows)
-        self._make_room(tokens)
+        else:
+            self._make_room(tokens)
         at = self._live_rows()
         if rows != at.count:
             raise ContractError("input_ids", f"{at.count} rows, as the cache has", rows)
@@ -282,6 +315,8 @@ class CacheBinding:
         return Forward(rows, tokens, is_step=False, tail=tail, initial=initial, before=before)
 
     def _ring(self, tokens: int) -> RingSpec:
+        if self.ring is not None:
+            return self.ring
         recording = self._owner().layers[self._indices[0]].record_past
         return self.handle.ring_for(tokens, recording=recording)
 
@@ -296,25 +331,12 @@ class CacheBinding:
 
     def _start_empty(self, rows: int) -> None:
         """Admit zero states, so that the first prefill runs on live rows like any other."""
-        weight = self._conv(0).weight
-        self.rows = self.handle.new_rows(rows, weight.device, self._ring(1))
+        device = conv_weights(self.handle.mixers[0].module)[0].device
+        self.rows = self.handle.new_rows(rows, device, self._ring(1))
         self.rows.admit(None, None, self.position)
         for index in self._indices:
             self._owner().layers[index].has_previous_state[0] = True
         self.handle.track(self)
-
-    @torch.no_grad()
-    def _finish_prefill(self, at: Forward) -> None:
-        self._admit(at.states, at.windows, self.position + at.head)
-        if not at.tail:
-            return
-        rows = self._live_rows()
-        rows.begin(at.tail)
-        for layer, (inputs, block) in enumerate(zip(at.tail_inputs, at.tail_blocks, strict=True)):
-            conv = self._conv(layer)
-            rows.conv(layer, inputs, conv.weight.squeeze(1), conv.bias)
-            rows.step(layer, block, self.handle.read)
-        rows.commit()
 
     def _admit(self, states: Sequence[Tensor], windows: Sequence[Tensor], position: int) -> None:
         if self.rows is None:
@@ -322,21 +344,11 @@ class CacheBinding:
             self.handle.track(self)
         self.rows.admit(states, windows, position)
 
-    def _conv(self, layer: int) -> Any:  # noqa: ANN401 - a torch.nn.Conv1d
-        module: Any = self.handle.mixers[layer].module
-        return module.conv1d
-
-    def _widths(self) -> list[int]:
-        return [spec.conv.width for spec in self.handle.specs if spec.conv is not None]
-
     def _model_states(self) -> list[Tensor]:
-        pairs = zip(self.handle.mixers, self._live_rows().materialise(), strict=True)
-        return [m.adapter.to_model(state.to(self._state_dtype)) for m, state in pairs]
+        return model_states(self._live_rows(), self.handle.mixers, self._state_dtype)
 
     def _model_convs(self) -> list[Tensor]:
-        # transformers keeps one more input than its convolution reads; nothing depends on it
-        pairs = zip(self._live_rows().windows(), self._widths(), strict=True)
-        return [newest(window, width) for window, width in pairs]
+        return model_convs(self._live_rows())
 
     def _owner(self) -> Any:  # noqa: ANN401 - transformers' Cache
         cache = None if self._cache is None else self._cache()
@@ -361,13 +373,19 @@ class CacheBinding:
             )
 
     def _check_readable(self) -> None:
+        self._check_committed()
         if self._failed or self._forward is not None:
             raise SlotError(
                 "cache: a forward is open or stopped between its recurrent layers, so the "
                 "recurrent state cannot be read; start from a fresh cache"
             )
 
+    def _check_committed(self) -> None:
+        if self._held is not None:
+            raise SlotError("cache: a verified block awaits its commit")
+
     def _check_idle(self) -> None:
+        self._check_committed()
         if self._failed or self._forward is not None:
             self._fail()
 

@@ -1,4 +1,7 @@
-"""Taking tokens back from every layer of a bound cache, or from none of them."""
+"""Taking tokens back from every layer of a bound cache, or from none of them.
+
+Recurrent layers move a count; what is here does the same to keys and values.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,24 @@ def crop_attention(layers: Sequence[Any], tokens_to_remove: int) -> None:
         if tokens_to_remove or getattr(layer, "record_past", False):
             crop = layer.crop_attention if isinstance(layer, BoundLayer) else layer.crop
             crop(tokens_to_remove)
+
+
+def keep_path(layers: Sequence[Any], block: int, path: Sequence[int]) -> None:
+    """Mutates every layer that has keys and values: of the newest block, keep one path.
+
+    Args:
+        layers: All layers of the cache.
+        block: Tokens of the block, which is the newest part of every layer.
+        path: Tokens of it to keep, oldest first.
+    """
+    if list(path) != list(range(len(path))):
+        for layer in layers:
+            if getattr(layer, "keys", None) is not None:
+                for held in (layer.keys, layer.values):
+                    newest = held[..., -block:, :]
+                    # indexing by a list copies, so that every token is loaded before one is stored
+                    newest[..., : len(path), :] = newest[..., list(path), :]
+    crop_attention(layers, len(path) - block)
 
 
 def _holds_something(layer: Any) -> bool:  # noqa: ANN401 - a transformers cache layer

@@ -9,12 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from replayssm.errors import DriftError
+from replayssm.models.adapters import conv_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from replayssm.integrations.hooks import Call, StateHook
-    from replayssm.types import Block, LayerSpec
+    from replayssm.integrations.rows import Rows
+    from replayssm.models.registry import Mixer
+    from replayssm.types import Block, LayerSpec, ReadDepth
 
 
 @dataclass(slots=True)
@@ -91,6 +96,16 @@ class Forward:
             self.tail_blocks.append(call.adapter.block(site, tail, spec))
         self.is_served = True
         return torch.cat([y, rest], dim=1), hook
+
+    @torch.no_grad()
+    def append_tail(self, rows: Rows, mixers: Sequence[Mixer], depth: ReadDepth) -> None:
+        """Mutates ``rows``, which stand at the start of the tail: put it into their rings."""
+        rows.begin(self.tail)
+        layers = zip(mixers, self.tail_inputs, self.tail_blocks, strict=True)
+        for layer, (mixer, inputs, block) in enumerate(layers):
+            rows.conv(layer, inputs, *conv_weights(mixer.module))
+            rows.step(layer, block, depth)
+        rows.commit()
 
 
 def newest(inputs: Tensor, count: int) -> Tensor:

@@ -165,14 +165,17 @@ class ReplayRows:
         return self._pool.step_(self._open(), layer, block, depth=depth, out=out)
 
     def commit(self, path: Sequence[int] | None = None) -> None:
-        """Commit the open ticket."""
-        ticket, self._ticket = self._open(), None
+        """Commit the open ticket; it stays open where the path is refused."""
+        ticket = self._open()
         if path is None:
             path = range(int(ticket.plan.lengths.max()))
-        if ticket.plan.parents is None:
+        if ticket.plan.parents is not None:
+            self._pool.commit_paths_(ticket, [path] * self._rows)
+        elif list(path) == list(range(len(path))):
             self._pool.commit_(ticket, len(path))
         else:
-            self._pool.commit_paths_(ticket, [path] * self._rows)
+            raise ContractError("path", "the first tokens of a chain", list(path))
+        self._ticket = None
 
     def admit(
         self, states: Sequence[Tensor] | None, windows: Sequence[Tensor] | None, position: int

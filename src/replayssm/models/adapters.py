@@ -139,6 +139,12 @@ def conv_spec(mixer: nn.Module) -> ConvSpec:
     return ConvSpec(channels, width)
 
 
+def conv_weights(mixer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """Return a mixer's convolution weights ``[C, width]`` and bias ``[C]``."""
+    at: Any = mixer
+    return at.conv1d.weight.squeeze(1), at.conv1d.bias
+
+
 def modeling_module(mixer: nn.Module) -> ModuleType:
     """Return the module whose functions a mixer's ``forward`` calls."""
     return sys.modules[type(mixer).__module__]

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 NAMES = ("mamba2-tiny", "gdn-tiny", "kda-tiny", "draft-tiny")
 WINDOW = 64
-ATTENTION = f"replayssm_window_{WINDOW}"
+_PREFIX = "replayssm_window"
+ATTENTION = f"{_PREFIX}_{WINDOW}"
 
 
 def encode(text: str) -> list[int]:
@@ -109,10 +110,16 @@ def register_window_attention(window: int = WINDOW) -> str:
         raise ValueError(f"window must be at least 1, got {window}")
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    name = f"replayssm_window_{window}"
+    name = f"{_PREFIX}_{window}"
     AttentionInterface.register(name, _attention_function(window))
     AttentionMaskInterface.register(name, _mask_function(window))
     return name
+
+
+def attention_window(name: str) -> int | None:
+    """Return the window of a registered attention by its name; None for any other attention."""
+    prefix, _, window = name.rpartition("_")
+    return int(window) if prefix == _PREFIX else None
 
 
 def _attention_function(window: int) -> Callable[..., tuple[torch.Tensor, None]]:

@@ -10,6 +10,8 @@ Models are callables and states are counts here, so everything can be tested on 
     emitted = accepted.emitted(draft)
     drafter.observe(emitted)
     length.update_(len(draft), len(accepted.path))
+
+:class:`SpeculativeSession` is that loop.
 """
 
 from replayssm.engine.speculative.acceptance import (
@@ -25,6 +27,7 @@ from replayssm.engine.speculative.model import DraftModel, ModelDrafter, ModelTr
 from replayssm.engine.speculative.ngram import NgramDrafter
 from replayssm.engine.speculative.sampling import sample_token, softmax
 from replayssm.engine.speculative.script import ScriptDrafter, even_schedule
+from replayssm.engine.speculative.session import BlockVerifier, Generation, SpeculativeSession
 from replayssm.engine.speculative.simulate import (
     AcceptanceTrace,
     FixedLength,
@@ -42,11 +45,13 @@ __all__ = [
     "AcceptanceTrace",
     "Accepted",
     "AdaptiveLength",
+    "BlockVerifier",
     "CostModel",
     "Draft",
     "DraftModel",
     "Drafter",
     "FixedLength",
+    "Generation",
     "LengthRule",
     "ModelDrafter",
     "ModelTreeDrafter",
@@ -54,6 +59,7 @@ __all__ = [
     "Outcome",
     "OverlapCheck",
     "ScriptDrafter",
+    "SpeculativeSession",
     "accept_greedy",
     "accept_residual",
     "accept_sampled",
