@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from replayssm.engine.speculative import (
@@ -24,7 +25,6 @@ from replayssm.types import Format, ReadDepth
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
@@ -42,15 +42,21 @@ class Loop:
 
     Attributes:
         emitted: Tokens.
-        seconds: Time from the first pending token on, prefill excluded.
+        marks: Time after every forward, from the first pending token on, prefill excluded.
         rounds: ``(drafted, accepted)`` of every forward.
         stats: Counts over the rounds.
     """
 
     emitted: list[int]
-    seconds: float = 0.0
+    marks: list[float] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
     stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    def spans(self, tokens: int, size: int) -> NDArray[np.float64]:
+        """Return the time of every ``size`` of the first ``tokens`` tokens after the prefill."""
+        done = np.concatenate([[0], np.cumsum([1 + kept for _, kept in self.rounds])])
+        at = np.interp(np.arange(0, tokens + 1, size), done, [0.0, *self.marks])
+        return np.diff(at)
 
 
 def decode(
@@ -76,12 +82,13 @@ def decode(
     while len(loop.emitted) < tokens:
         if drafter is None:
             new = [int(session.feed(_row(context[-1:]))[0, -1].argmax())]
+            loop.rounds.append((0, 0))
         else:
             new = _round(session, context, drafter, limit, loop)
             drafter.observe(new)
         loop.emitted += new
         context += new
-    loop.seconds = time.perf_counter() - start
+        loop.marks.append(time.perf_counter() - start)
     return loop
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from scipy import optimize
 
+from replayssm.errors import ContractError
 from replayssm.evaluate import drafting, verifying
 from replayssm.evaluate.session import enabled, one_thread
-from replayssm.evaluate.stats import Estimate, paired_ratio, ratio_of_sums
+from replayssm.evaluate.stats import Estimate, ratio_of_sums
 from replayssm.evaluate.subject import held_out, one_geometry
 from replayssm.evaluate.verdict import Status, Verdict, faster, times
 from replayssm.models.registry import find_mixers
@@ -49,7 +50,7 @@ class Drafted:
         equal: Sequences whose tokens are those of plain decode.
         sequences: Sequences decoded.
         ms_per_token: Time per token, drafting included.
-        speedup: Against plain decode on the standard path, same tokens, per sequence.
+        speedup: Against plain decode on the standard path, time of the same tokens.
         break_even: Entries a verify has to keep so that its round takes plain decode's time.
         break_even_rate: The acceptance rate that keeps as many on average, were every draft
             accepted with the same chance; None where not even all drafts would do.
@@ -247,12 +248,17 @@ def _drafted(
     counts = np.bincount([1 + kept for n, kept in rounds if n], minlength=drafts + 2)
     units = [_units(loop) for loop in loops]
     verifies, given, taken = (np.concatenate([u[i] for u in units]) for i in range(3))
-    # the last round may emit more than was asked for: its time counts for all of it
-    mine = [loop.seconds / (len(loop.emitted) - 1) for loop in loops]
-    other = [loop.seconds / (len(loop.emitted) - 1) for loop in plain]
+    tokens = plan.scope.draft_tokens - 1
+    size = min(CHUNK, tokens)
+    mine, other = (
+        np.concatenate([loop.spans(tokens, size) for loop in group]) for group in (loops, plain)
+    )
+    speedup = ratio_of_sums(other.tolist(), mine.tolist(), seed=plan.seed)
+    if speedup is None:
+        raise ContractError("scope.draft_rows", "at least 2 stretches of tokens", len(mine))
     equal = sum(a.emitted[: len(b.emitted)] == b.emitted for a, b in zip(loops, plain, strict=True))
-    round_time = sum(loop.seconds for loop in loops) / len(rounds)
-    break_even = round_time / float(np.mean(other))
+    round_time = sum(loop.marks[-1] for loop in loops) / len(rounds)
+    break_even = round_time / float(other.sum() / (len(other) * size))
     kept = ratio_of_sums((verifies + taken).tolist(), verifies.tolist(), seed=plan.seed)
     return Drafted(
         drafter=name,
@@ -263,8 +269,8 @@ def _drafted(
         plain=sum(n == 0 for n, _ in rounds),
         equal=equal,
         sequences=len(loops),
-        ms_per_token=float(np.mean(mine)) * 1e3,
-        speedup=paired_ratio(other, mine),
+        ms_per_token=float(mine.sum()) / (len(mine) * size) * 1e3,
+        speedup=speedup,
         break_even=break_even,
         break_even_rate=break_even_rate(break_even, drafts),
     )

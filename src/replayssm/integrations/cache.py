@@ -32,9 +32,9 @@ from replayssm.integrations import crop as cropping
 from replayssm.integrations.forward import Forward
 from replayssm.integrations.hooks import Call, StateHook
 from replayssm.integrations.layer import bind_layer, unbind_layer
-from replayssm.integrations.layout import conv_width, from_layers, model_convs, model_states
+from replayssm.integrations.layout import from_layers, model_convs, model_states
 from replayssm.integrations.live import LiveConv, LiveState
-from replayssm.models.adapters import conv_weights, refuse_packed
+from replayssm.models.adapters import conv_spec, conv_weights, refuse_packed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -260,7 +260,8 @@ class CacheBinding:
             raise ContractError("conv_states", "inputs from a mixer's forward", "a tensor")
         if at.is_step:
             return LiveConv(self, layer, inputs)
-        return at.take_inputs(layer, inputs, conv_width(self.handle.specs[layer]))
+        width = conv_spec(self.handle.mixers[layer].module).width
+        return at.take_inputs(layer, inputs, width)
 
     def reset(self) -> None:
         """Forget every row; the next forward is a first prefill."""
@@ -347,7 +348,7 @@ class CacheBinding:
         return model_states(self._live_rows(), self.handle.mixers, self._state_dtype)
 
     def _model_convs(self) -> list[Tensor]:
-        return model_convs(self._live_rows(), self.handle.mixers)
+        return model_convs(self._live_rows())
 
     def _owner(self) -> Any:  # noqa: ANN401 - transformers' Cache
         cache = None if self._cache is None else self._cache()

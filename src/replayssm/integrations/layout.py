@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from replayssm.integrations.forward import newest
+from replayssm.models.adapters import conv_spec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,12 +15,6 @@ if TYPE_CHECKING:
 
     from replayssm.integrations.rows import Rows
     from replayssm.models.registry import Mixer
-    from replayssm.types import LayerSpec
-
-
-def conv_width(spec: LayerSpec) -> int:
-    """Return the width of a layer's convolution, 1 where it has none."""
-    return 1 if spec.conv is None else spec.conv.width
 
 
 def model_states(rows: Rows, mixers: Sequence[Mixer], dtype: torch.dtype) -> list[Tensor]:
@@ -28,13 +23,12 @@ def model_states(rows: Rows, mixers: Sequence[Mixer], dtype: torch.dtype) -> lis
     return [mixer.adapter.to_model(state.to(dtype)) for mixer, state in pairs]
 
 
-def model_convs(rows: Rows, mixers: Sequence[Mixer]) -> list[Tensor]:
+def model_convs(rows: Rows) -> list[Tensor]:
     """Return every layer's ``[B, C, width]`` convolution state as its model keeps it.
 
     The model keeps one input more than its convolution reads; it shows as 0 and nothing reads it.
     """
-    pairs = zip(mixers, rows.windows(), strict=True)
-    return [newest(window, conv_width(mixer.spec)) for mixer, window in pairs]
+    return [newest(window, window.shape[-1] + 1) for window in rows.windows()]
 
 
 def from_layers(
@@ -46,5 +40,5 @@ def from_layers(
         if not layer.has_previous_state[0] or layer.recurrent_states[0] is None:
             return None
         states.append(mixer.adapter.from_model(layer.recurrent_states[0]))
-        windows.append(newest(layer.conv_states[0], conv_width(mixer.spec) - 1))
+        windows.append(newest(layer.conv_states[0], conv_spec(mixer.module).width - 1))
     return states, windows

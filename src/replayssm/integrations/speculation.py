@@ -146,7 +146,7 @@ class Verifier(Decoder):
 
         Raises:
             ContractError: Too many tokens, or a parent that does not come before its child.
-            UnsupportedError: A tree where the implementation or the attention takes chains only.
+            UnsupportedError: A tree where the attention takes chains only.
         """
         if not 1 <= len(tokens) <= self._max_nodes + 1:
             raise ContractError("tokens", f"1 to {self._max_nodes + 1} tokens", len(tokens))

@@ -21,6 +21,7 @@ from replayssm.errors import ContractError, UnsupportedError
 from replayssm.integrations import hooks
 from replayssm.integrations.bind import bind
 from replayssm.integrations.rows import ReplayRows, Rows, StandardRows
+from replayssm.models.adapters import conv_spec
 from replayssm.ops.dispatch import choose
 from replayssm.ring import RingSpec
 from replayssm.storage import RING_DTYPES
@@ -50,7 +51,7 @@ class Enabled:
     Attributes:
         model: The model.
         mixers: Its recurrent layers in order.
-        specs: Their geometry.
+        specs: Their geometry, convolutions included.
         path: ``replay`` (checkpoint and rings) or ``standard`` (the state is rewritten per token).
         state: State format.
         ring: Ring sizes.
@@ -70,7 +71,9 @@ class Enabled:
         impl: Impl,
     ) -> None:
         self.model, self.mixers = model, mixers
-        self.specs: tuple[LayerSpec, ...] = tuple(mixer.spec for mixer in mixers)
+        self.specs: tuple[LayerSpec, ...] = tuple(
+            replace(mixer.spec, conv=conv_spec(mixer.module)) for mixer in mixers
+        )
         self.path, self.state, self.ring, self.impl = path, state, ring, impl
         self.ring_dtype = parameter_dtype(mixers[0].module)
         self._read = read

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from replayssm.models.adapters import conv_spec
 from replayssm.models.delta import GdnAdapter, KdaAdapter
 from replayssm.models.mamba2 import Mamba2Adapter
 
@@ -36,7 +35,7 @@ class Mixer:
         name: Module path in the model.
         module: The mixer.
         adapter: Its adapter.
-        spec: Its geometry.
+        spec: Geometry of its recurrence; that of its convolution is :func:`conv_spec`.
         layer_idx: Index of its cache layer.
     """
 
@@ -87,8 +86,7 @@ def find_mixers(model: nn.Module) -> tuple[tuple[Mixer, ...], tuple[Refused, ...
         adapter = recognise(module)
         if adapter is not None:
             at: Any = module
-            spec = replace(adapter.spec(module), conv=conv_spec(module))
-            mixers.append(Mixer(name, module, adapter, spec, int(at.layer_idx)))
+            mixers.append(Mixer(name, module, adapter, adapter.spec(module), int(at.layer_idx)))
             continue
         why = refusal(module)
         if why is not None:
