@@ -14,7 +14,6 @@ from replayssm.errors import (
     ReplayError,
     SlotError,
     TicketError,
-    UnsupportedError,
 )
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef
@@ -43,7 +42,9 @@ class Desk:
         return make_block(LAYERS[layer], rows, tokens, seed=seed)
 
     def run(self, seed):
-        ticket = self.pool.begin(self.refs)
+        self.run_open(self.pool.begin(self.refs), seed)
+
+    def run_open(self, ticket, seed=0):
         for layer in range(2):
             self.pool.step_(ticket, layer, self.block(layer, seed=seed))
         self.pool.commit_(ticket, 1)
@@ -328,15 +329,13 @@ def test_impossible_admissions_are_refused(desk):
     with desk.refuses(ContractError, r"^states\[1\]: expected shape \(1, 4, 3\), got \(2, 5, 6\)"):
         desk.pool.admit_([good[0], good[0]])
     with desk.refuses(
-        ContractError, r"^states\[0\]: expected a float tensor on cpu, got torch.int32"
+        ContractError, r"^states\[0\]: expected a dense float tensor on cpu, got torch.int32"
     ):
         desk.pool.admit_([good[0].int(), good[1]])
     with desk.refuses(
-        ContractError, r"^states\[0\]: expected a float tensor on cpu, got .* on meta"
+        ContractError, r"^states\[0\]: expected a dense float tensor on cpu, got .* on meta"
     ):
         desk.pool.admit_([good[0].to("meta"), good[1]])
-    with desk.refuses(ContractError, "^position: expected a non-negative integer, got -1"):
-        desk.pool.admit_(good, position=-1)
 
 
 @pytest.mark.parametrize("position", [3, 6])
@@ -376,8 +375,60 @@ def test_an_unfit_out_is_refused(desk, case):
         desk.pool.step_(ticket, 0, desk.block(), out=out)
 
 
-def test_a_tree_is_refused_by_an_implementation_that_reads_chains():
-    desk = Desk(Impl.CPU)
-    ticket = desk.pool.begin(desk.refs, 2, [[-1, -1], [-1, 0]])
-    with desk.refuses(UnsupportedError, "impl=cpu: the cpu implementation reads chains, not trees"):
-        desk.pool.step_(ticket, 0, desk.block(tokens=2))
+@pytest.mark.parametrize("verb", ["fold_", "crop_", "reorder_"])
+def test_a_pad_row_is_refused_where_every_row_must_have_a_slot(desk, verb):
+    rest = {"fold_": (), "crop_": (1,), "reorder_": ([1, 1],)}[verb]
+    with desk.refuses(ContractError, "^refs: expected a slot in every row, got a pad row, row 0"):
+        getattr(desk.pool, verb)([None, desk.refs[1]], *rest)
+
+
+@pytest.mark.parametrize("index", [[1.0, 1.0], [None, 0], ["0", "1"]])
+def test_an_index_that_names_no_rows_is_refused(desk, index):
+    with desk.refuses(ContractError, "^index: "):
+        desk.pool.reorder_(desk.refs, index)
+
+
+def test_reorder_takes_the_rows_of_a_tensor(desk):
+    moved = desk.pool.reorder_(desk.refs, torch.tensor([1, 1]))
+    assert len({ref.slot for ref in moved}) == 2
+
+
+@pytest.mark.parametrize("position", [-1, 1.5, 2**63 - 1, 2**63, "1"])
+def test_a_position_that_cannot_be_counted_on_takes_no_slot(desk, position):
+    with desk.refuses(ContractError, "^position: expected an integer from 0 to "):
+        desk.pool.admit_(position=position)
+    assert desk.pool.num_free == 1
+
+
+def test_a_sparse_state_takes_no_slot(desk):
+    states = [make_state(layer, seed=0) for layer in LAYERS]
+    with desk.refuses(ContractError, r"^states\[1\]: expected a dense float tensor"):
+        desk.pool.admit_([states[0], states[1].to_sparse()])
+    assert desk.pool.num_free == 1
+
+
+@pytest.mark.parametrize("call", ["name", "lengths", "layer", "parents", "accepted"])
+def test_things_of_another_kind_are_refused(desk, call):
+    if call == "name":
+        with desk.refuses(ContractError, "^refs: expected names handed out by the pool, got 0"):
+            desk.pool.begin([0])
+    elif call == "lengths":
+        with desk.refuses(ContractError, "^lengths: expected integers, got 1.0"):
+            desk.pool.begin(desk.refs, 1.0)
+    elif call == "parents":
+        with desk.refuses(ContractError, "^parents: expected integers, got"):
+            desk.pool.begin(desk.refs, 2, [[-0.5, 0], [-1, 0]])
+    else:
+        ticket = desk.pool.begin(desk.refs)
+        with desk.refuses(ContractError, "^(layer|num_accepted): "):
+            if call == "layer":
+                desk.pool.step_(ticket, 0.0, desk.block())
+            else:
+                desk.pool.commit_(ticket, None)
+        desk.run_open(ticket)
+
+
+@pytest.mark.parametrize("field", ["window", "keep", "max_block", "tiles"])
+def test_ring_sizes_are_integers(field):
+    with pytest.raises(ContractError, match=f"^{field}: expected an integer"):
+        RingSpec(**{field: 4.0})

@@ -2,20 +2,24 @@
 
 The numbers are those of a public survey of bugs in recurrent-state decode, rollback and serving
 (ring and cursor 1 to 37, kernels and numerics 38 to 62, padding and order 63 to 75, lifecycle 77 to
-95). Classes that do not apply to the core, and where they will:
+95, speculation 97 to 109). Classes that do not apply to the core, and where they will:
 
 ====================  ==========================================================================
 classes               why not here
 ====================  ==========================================================================
 6, 9, 42, 67, 69, 70  need a device, a graph compiler or graph capture: GPU tests
 7, 83, 86, 87, 90     prefix caching: the engine's tests
-10, 11, 73, 74, 77    chunked prefill, preemption and routing of rows: the engine's tests (77's half
+10, 18, 25, 29, 71,   verify, commit and rollback: ``test_failures_speculation.py``
+85, 91, 97, 98, 101,
+105
+11, 73, 74, 77        chunked prefill, preemption and routing of rows: the engine's tests (77's half
                       that concerns the pool is here)
 14, 21, 22, 26, 109   flags, drafters, traffic and timing harnesses: engine and evaluation
 17, 23, 47, 61        gates are computed by model adapters; the core takes g and w in fp32
-18, 62, 103           exact mode and chunked prefill: models; committed state is compared in
-                      ``test_bitwise.py``
-25, 85                sibling states and prefix blocks: the engine's cache
+62, 103               chunked prefill: models; long runs in the standard step's own order:
+                      ``test_exact.py``
+99, 102, 107          drafters, acceptance and draft length: ``engine/speculative``
+106                   layers on several devices: GPU tests
 38                    no stochastic rounding exists
 57                    outputs are cast by the caller's choice of ``out``
 75                    nothing that mutates is tuned in place: there is no autotuner

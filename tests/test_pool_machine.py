@@ -8,6 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from replayssm.errors import ContractError
 from replayssm.ops.dispatch import unavailable
 from replayssm.ring import RingSpec
 from replayssm.state import StatePool
@@ -17,9 +18,9 @@ from replayssm.types import Decay, Format, Impl, ReadDepth, Write
 
 SLOTS = 5
 LAYERS = (
-    make_layer(Write.ADDITIVE, Decay.SCALAR, (2, 4), (5, 3)),
+    make_layer(Write.ADDITIVE, Decay.SCALAR, (2, 4), (5, 3), (6, 4)),
     make_layer(Write.DELTA, Decay.SCALAR, (1, 2), (18, 3)),
-    make_layer(Write.DELTA, Decay.CHANNEL, (1, 1), (7, 4)),
+    make_layer(Write.DELTA, Decay.CHANNEL, (1, 1), (7, 4), (3, 2)),
     make_layer(Write.ADDITIVE, Decay.CHANNEL, (1, 1), (3, 17)),
 )
 
@@ -77,7 +78,13 @@ class PoolMachine(RuleBasedStateMachine):
         accepted = [data.draw(st.integers(0, n)) for n in lengths]
         depth = [data.draw(st.sampled_from(ReadDepth)) for _ in rows]
         lanes = data.draw(st.integers(0, 2))
-        self.driver.forward(rows, lengths, accepted, depth=depth, lanes=lanes)
+        departing = self.draw_departing(data, rows)
+        self.driver.forward(rows, lengths, accepted, depth=depth, lanes=lanes, departing=departing)
+
+    def draw_departing(self, data: st.DataObject, rows):
+        """Sometimes one request is released, and its slot reused, before the commit."""
+        live = [row for row, ref in enumerate(rows) if ref is not None]
+        return data.draw(st.lists(st.sampled_from(live), max_size=1))
 
     @precondition(lambda self: self.driver.live)
     @rule(data=st.data(), steps=st.integers(1, 6))
@@ -86,14 +93,31 @@ class PoolMachine(RuleBasedStateMachine):
         for _ in range(steps):
             self.driver.forward([ref], [1], [1])
 
-    @precondition(lambda self: self.driver.live and self.impl is Impl.REFERENCE)
+    @precondition(lambda self: self.driver.live)
     @rule(data=st.data(), seed=st.integers(0, 99))
-    def verify_a_tree(self, data, seed):
-        length = data.draw(st.integers(1, self.driver.pool.ring.max_block))
-        parents = make_tree(length, seed=seed)
-        chain = next((t for t in range(length) if parents[t] != t - 1), length)
-        accepted = data.draw(st.integers(0, chain))
-        self.driver.forward([self.pick(data)], [length], [accepted], parents=[parents])
+    def verify_trees(self, data, seed):
+        rows = self.draw_rows(data)
+        lengths = [data.draw(st.integers(1, self.driver.pool.ring.max_block)) for _ in rows]
+        trees = [make_tree(n, seed=seed + row) for row, n in enumerate(lengths)]
+        paths = []
+        for parents in trees:
+            node, path = data.draw(st.integers(-1, len(parents) - 1)), []
+            while node >= 0:
+                path.insert(0, node)
+                node = parents[node]
+            paths.append(path)
+        departing = self.draw_departing(data, rows)
+        self.driver.forward(rows, lengths, paths, parents=trees, departing=departing)
+
+    @precondition(lambda self: self.driver.live)
+    @rule(data=st.data())
+    def crop(self, data):
+        ref = self.pick(data)
+        pool = self.driver.pool
+        most = pool.committed(ref) - pool.oldest(ref)
+        self.driver.crop(ref, data.draw(st.integers(0, most)))
+        with pytest.raises(ContractError, match="tokens: expected 0 to"):
+            pool.crop_([ref], most + 1)
 
     @precondition(lambda self: self.driver.live)
     @rule(data=st.data())
@@ -135,7 +159,8 @@ class PoolMachine(RuleBasedStateMachine):
         images = [old.pool.export(ref) for ref in old.live]
         new = Driver(self.pool(max_block), self.regime)
         new._seed = old._seed
-        fits = [i for i, m in enumerate(images) if m.committed - m.oldest <= new.pool.ring.ring_len]
+        most = new.pool.ring.most_unfolded
+        fits = [i for i, m in enumerate(images) if m.committed - m.oldest <= most]
         for i in fits:
             ref = new.pool.import_(images[i])
             new.oracles[ref] = old.oracles[old.live[i]]

@@ -106,13 +106,6 @@ def test_tiles_partition_the_value_rows(value_dim, data):
     assert all(len(tile_rows(tile, tiles, value_dim)) for tile in range(tiles))
 
 
-@given(rings(), st.integers(0, 200), st.data())
-def test_cycle_moves_by_one_at_every_boundary(ring, position, data):
-    tile = data.draw(st.integers(0, ring.tiles - 1))
-    is_boundary = position % ring.window == ring.phase(tile)
-    assert ring.cycle(tile, position) - ring.cycle(tile, position - 1) == int(is_boundary)
-
-
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replayssm.errors import ContractError
-from replayssm.memory import GIB, plan_memory
+from replayssm.memory import GIB, moved_bytes, plan_memory
 from replayssm.ring import RingSpec
 from replayssm.state import StatePool
 from replayssm.storage import RING_DTYPES, StorageSpec, allocate
 from replayssm.testing.factories import FAMILIES, make_layer
 from replayssm.testing.guard import guarded_store
-from replayssm.types import Decay, Format, LayerSpec, Write
+from replayssm.types import Decay, Format, LayerSpec, ReadDepth, Write
 
 
 @st.composite
@@ -86,7 +86,7 @@ def test_bytes_of_planes_are_those_of_the_format_table():
     assert got == {"f32": 4, "s32": 4, "q24": 3, "q16": 2, "bf16": 2}
 
 
-@pytest.mark.parametrize("gib", [0, -1.0, nan, inf])
+@pytest.mark.parametrize("gib", [0, -1.0, nan, inf, 1e308])
 def test_a_plan_needs_a_positive_budget(gib):
     with pytest.raises(ContractError, match="gib: expected a positive finite number"):
         plan_memory([make_layer(*FAMILIES[0])], gib)
@@ -127,3 +127,15 @@ def test_guarded_stores_have_gaps_around_every_slot(fmt):
         kept, whole[-1] = whole[-1].clone(), 1
         assert guarded.guard_digest() != digest, name
         whole[-1] = kept
+
+
+@pytest.mark.parametrize("depth", list(ReadDepth))
+def test_moved_bytes_count_planes_folds_and_entries(depth):
+    """By hand: 5 of 8 tokens kept, window 16, an additive layer of one head with K = 4, V = 3."""
+    layer = make_layer(*FAMILIES[0], (1, 1), (4, 3), (6, 4))
+    spec = StorageSpec(layer, Format.S32, RingSpec(window=16, max_block=8), torch.bfloat16)
+    planes = 12 * ((2 if depth is ReadDepth.HIGH else 4) + 2 * 4 * 5 / 16)
+    entry = (4 + 3) * 2 + 2 * 4
+    entries = 7.5 + 8 + 8 + 5  # half a window and the block are read, the block written, 5 folded
+    inputs = (3 + 8) * 6 * 2
+    assert moved_bytes(spec, 8, 5, depth) == planes + entries * entry + inputs

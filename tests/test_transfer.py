@@ -126,7 +126,7 @@ DAMAGE = {
     "committed": (lambda i: replace(i, committed=-1), "image: expected 0 <= base <= oldest"),
     "longer": (
         lambda i: replace(i, committed=40),
-        "image: expected at most 8 live entries, got 40",
+        "image: expected at most 5 live entries, got 40",
     ),
 }
 

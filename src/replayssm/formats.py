@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replayssm.errors import ContractError
 from replayssm.types import Format, ReadDepth
 
 # column scales stay in a range whose reciprocal and product with any sane state are normal fp32
@@ -31,8 +32,6 @@ COLUMN_SCALE_MAX = 2.0**60
 ROW_SCALE_MIN = 2.0**-100
 HIGH_MAX = 127
 CANONICAL_NAN = 0x7FC00000
-# cycles whose column scales are alive at once: not yet refolded, refolded, being collected
-GENERATIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +93,9 @@ def column_scale(amax: Tensor) -> Tensor:
         amax: ``[..., K]`` largest finite magnitude of each key channel, fp32.
 
     Returns:
-        ``[..., K]`` bf16, positive and finite. An all-zero channel takes the head's largest amax,
-        so that values arriving there before the next renewal are not lost in the rounding.
+        ``[..., K]`` bf16, positive and finite; of an all-zero channel the smallest there is.
     """
-    largest = amax.amax(-1, keepdim=True)
-    largest = torch.where(largest > 0, largest, torch.ones_like(largest))
-    scale = torch.where(amax > 0, amax, largest)
-    return scale.clamp(COLUMN_SCALE_MIN, COLUMN_SCALE_MAX).to(torch.bfloat16)
+    return amax.clamp(COLUMN_SCALE_MIN, COLUMN_SCALE_MAX).to(torch.bfloat16)
 
 
 def column_amax(state: Tensor) -> Tensor:
@@ -144,7 +139,13 @@ def encode(state: Tensor, fmt: Format, columns: Tensor | None = None) -> Planes:
 
     Returns:
         The planes; every tensor is fresh.
+
+    Raises:
+        ContractError: ``state`` is not fp32, or a scaled format was given no column scales.
     """
+    fmt = Format(fmt)
+    if state.dtype != torch.float32:
+        raise ContractError("state", "float32", state.dtype, "convert it with .float()")
     if fmt is Format.F32:
         return Planes(state.clone())
     if fmt is Format.BF16:
@@ -152,7 +153,7 @@ def encode(state: Tensor, fmt: Format, columns: Tensor | None = None) -> Planes:
     if fmt is Format.S32:
         return _encode_s32(state)
     if columns is None:
-        raise TypeError(f"columns: {fmt.value} needs column scales")
+        raise ContractError("columns", f"column scales, which {fmt.value} needs", "none")
     return _encode_fixed(state, FORMATS[fmt], columns)
 
 
@@ -192,7 +193,11 @@ def decode(planes: Planes, fmt: Format, depth: ReadDepth, columns: Tensor | None
 
     Returns:
         ``[..., V, K]`` fp32.
+
+    Raises:
+        ContractError: A scaled format was given no row or column scales.
     """
+    fmt, depth = Format(fmt), ReadDepth(depth)
     spec = FORMATS[fmt]
     if spec.low is None or planes.low is None:
         return planes.high.float()
@@ -201,7 +206,8 @@ def decode(planes: Planes, fmt: Format, depth: ReadDepth, columns: Tensor | None
             return planes.high.float()
         return join(planes.high.view(torch.int16), planes.low, 16).view(torch.float32)
     if columns is None or planes.row_scale is None:
-        raise TypeError(f"columns: {fmt.value} needs row and column scales")
+        expected = f"row and column scales, which {fmt.value} needs"
+        raise ContractError("columns", expected, "not both")
     row, column = planes.row_scale.unsqueeze(-1), columns.float().unsqueeze(-2)
     if depth is ReadDepth.HIGH:
         return planes.high.float() * row * column

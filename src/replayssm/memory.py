@@ -1,17 +1,18 @@
-"""Memory planning: how many sequences fit, rings included, before anything is allocated."""
+"""Memory by arithmetic: how many sequences fit, and what a verify and its commit move."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, prod
 from typing import TYPE_CHECKING
 
 import torch
 
 from replayssm.errors import ContractError
+from replayssm.formats import FORMATS
 from replayssm.ring import RingSpec
-from replayssm.storage import StorageSpec
-from replayssm.types import Format, LayerSpec
+from replayssm.storage import RING_AXES, StorageSpec
+from replayssm.types import Format, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,9 +62,9 @@ def plan_memory(
         ring_dtype: dtype of ring keys and values.
 
     Raises:
-        ContractError: ``gib`` is not positive and finite, or there is no layer.
+        ContractError: ``gib`` is not positive, or not finite in bytes, or there is no layer.
     """
-    if not 0 < gib < inf:
+    if not 0 < gib * GIB < inf:
         raise ContractError("gib", "a positive finite number", gib)
     if not layers:
         raise ContractError("layers", "at least one layer", "none")
@@ -80,3 +81,31 @@ def plan_memory(
         slots=budget // slot,
         standard_slots=budget // standard,
     )
+
+
+def moved_bytes(
+    spec: StorageSpec, tokens: int, accepted: float, depth: ReadDepth = ReadDepth.FULL
+) -> float:
+    """Return the bytes that one row's verify and commit move in one layer, over whole fold cycles.
+
+    A verify reads the planes once and the live entries once, and appends ``tokens`` entries. Every
+    accepted entry is folded once, and one in ``window`` of them rewrites both planes.
+
+    Args:
+        spec: Storage of the layer.
+        tokens: T of the block.
+        accepted: Mean number of entries that a commit keeps.
+        depth: Planes that the verify reads.
+    """
+    fmt, ring, elements = FORMATS[spec.format], spec.ring, spec.layer.state_elements
+    folds = accepted / ring.window
+    planes = elements * (fmt.read_bytes[depth] + 2 * fmt.stored_bytes * folds)
+    rings = {name: shape for name, shape in spec.shapes(1).items() if name in RING_AXES}
+    inputs = rings.pop("conv", None)
+    entry = sum(prod(shape) * dtype.itemsize for shape, dtype in rings.values()) / ring.ring_len
+    live = ring.keep + (ring.window - 1) / 2 + tokens
+    moved = planes + entry * (live + tokens + accepted)
+    if inputs is not None and spec.layer.conv is not None:
+        entry = spec.layer.conv.channels * inputs[1].itemsize
+        moved += entry * (spec.layer.conv.width - 1 + tokens)
+    return moved

@@ -42,8 +42,9 @@ class RingSpec:
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("keep", 0), ("max_block", 1), ("tiles", 1)):
-            if getattr(self, name) < least:
-                raise ContractError(name, f"an integer >= {least}", getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ContractError(name, f"an integer >= {least}", value)
         if self.tiles > self.window:
             raise ContractError("tiles", f"at most window ({self.window})", self.tiles)
 
@@ -88,10 +89,6 @@ class RingSpec:
         phase = self.phase(tile)
         first = (start - phase) // self.window * self.window + phase + self.window
         return list(range(first, stop + 1, self.window))
-
-    def cycle(self, tile: int, position: int) -> int:
-        """Return the fold cycle that a tile standing at ``position`` belongs to."""
-        return (position - self.phase(tile)) // self.window
 
     def oldest_needed(self, base: int, folded: int) -> int:
         """Return the oldest position whose entry some tile has not folded yet."""

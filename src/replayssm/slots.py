@@ -96,6 +96,8 @@ class SlotTable:
         Raises:
             SlotError: The slot is unknown, its name is stale, or its status is not allowed.
         """
+        if not isinstance(ref, SlotRef):
+            raise ContractError("refs", "names handed out by the pool", ref)
         slot = ref.slot
         if not 0 <= slot < len(self):
             raise SlotError(f"slot {slot}: expected 0 to {len(self) - 1}")
@@ -116,6 +118,18 @@ class SlotTable:
         live = [slot for slot in slots if slot >= 0]
         if len(set(live)) != len(live):
             raise SlotError(f"refs: expected every slot at most once, got {slots}")
+        return slots
+
+    def check_all(self, refs: Sequence[SlotRef], *allowed: Status) -> list[int]:
+        """Return the slot of every name, none of them a pad row.
+
+        Raises:
+            ContractError: A row is a pad row.
+            SlotError: As :meth:`check_rows`.
+        """
+        slots = self.check_rows(refs, *allowed)
+        if -1 in slots:
+            raise ContractError("refs", "a slot in every row", f"a pad row, row {slots.index(-1)}")
         return slots
 
     def mark(self, slots: Sequence[int], status: Status) -> None:

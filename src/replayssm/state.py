@@ -20,13 +20,20 @@ import torch
 from torch import Tensor
 
 from replayssm.errors import CapacityError, ContractError
-from replayssm.ops import compact_, conv, conv_, fold_, reference, step_
+from replayssm.ops import compact_, conv, conv_, fold_, materialise, reference, step_
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_admission
+from replayssm.ops.validation import check_admission, check_position
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec, allocate
-from replayssm.ticket import Ticket, check_paths, per_row, tree_parents
+from replayssm.ticket import (
+    Ticket,
+    check_index,
+    check_lengths,
+    check_paths,
+    per_row,
+    tree_parents,
+)
 from replayssm.transfer import SlotImage, copy_slot_, read_slot, write_slot_
 from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 
@@ -46,6 +53,7 @@ class StatePool:
         device: Where everything lives.
         impl: Implementation; ``pool.impl`` tells what ``auto`` chose.
         debug: Refuse NaN, infinite and growing (g > 0) inputs of every step and admission.
+        exact: Outputs and states are the standard step's, bit for bit (``f32``, ``s32``; slower).
     """
 
     def __init__(
@@ -59,6 +67,7 @@ class StatePool:
         device: torch.device | str = "cpu",
         impl: Impl | str = Impl.AUTO,
         debug: bool = False,
+        exact: bool = False,
     ) -> None:
         if not layers:
             raise ContractError("layers", "at least one layer", "none")
@@ -70,7 +79,7 @@ class StatePool:
         self.impl = choose(Impl(impl), self.device, tiles=self.ring.tiles)
         self.debug = debug
         self.specs = tuple(
-            StorageSpec(layer, self.format, self.ring, ring_dtype) for layer in layers
+            StorageSpec(layer, self.format, self.ring, ring_dtype, exact) for layer in layers
         )
         self.stores = tuple(allocate(spec, slots, self.device) for spec in self.specs)
         self.device = self.stores[0].high.device  # with the index that "cuda" leaves out
@@ -130,8 +139,7 @@ class StatePool:
             CapacityError: No slot is free.
             ContractError: A state does not fit its layer; nothing was changed.
         """
-        if position < 0:
-            raise ContractError("position", "a non-negative integer", position)
+        position = check_position(position)
         check_admission(self.specs, states, windows, self.device, finite=self.debug)
         ref = self._slots.take()
         for i, store in enumerate(self.stores):
@@ -165,11 +173,7 @@ class StatePool:
             SlotError: A slot is free, stale, invalid, named twice or already in a forward.
             ContractError: A length or a parent is out of range.
         """
-        counts: list[int] = []
-        for count in per_row("lengths", lengths, len(refs)):
-            if count is None or not 1 <= count <= self.ring.max_block:
-                raise ContractError("lengths", f"1 to max_block ({self.ring.max_block})", count)
-            counts.append(count)
+        counts = check_lengths(lengths, len(refs), self.ring.max_block)
         slots = self._slots.check_rows(refs, Status.LIVE)
         plan = self._slots.plan(slots, counts, tree_parents(parents, counts))
         self._slots.mark(slots, Status.OPEN)
@@ -226,8 +230,9 @@ class StatePool:
                 for pad rows.
 
         Raises:
-            TicketError: The ticket is spent or foreign (nothing changed), or some layers never ran
-                (its slots are invalid now and can only be released).
+            TicketError: The ticket is spent or foreign (nothing changed), or only some layers ran
+                (its slots are invalid now and can only be released), or none did and entries are
+                to be kept (the forward is closed, nothing else changed).
             SlotError: A slot was released and its entry is not None; nothing changed.
             ContractError: A number is out of range; nothing changed.
         """
@@ -271,13 +276,13 @@ class StatePool:
         Raises:
             ContractError: Some entries are folded already; nothing was changed.
         """
-        slots = self._slots.check_rows(refs, Status.LIVE)
+        slots = self._slots.check_all(refs, Status.LIVE)
         counts = per_row("tokens", tokens, len(slots))
         self._slots.crop(slots, counts)
 
     def fold_(self, refs: Sequence[SlotRef]) -> None:
         """Bring slots' planes to their newest boundary now; the next step would do the same."""
-        slots = self._slots.check_rows(refs, Status.LIVE)
+        slots = self._slots.check_all(refs, Status.LIVE)
         plan = self._slots.plan(slots, [0] * len(slots))
         for store in self.stores:
             fold_(store, plan, impl=self.impl)
@@ -308,18 +313,18 @@ class StatePool:
 
         Raises:
             CapacityError: Too few free slots for the copies; nothing was changed.
+            ContractError: An index is no row of ``refs``; nothing was changed.
         """
-        self._slots.check_rows(refs, Status.LIVE)
-        if any(not 0 <= i < len(refs) for i in index):
-            raise ContractError("index", f"rows 0 to {len(refs) - 1}", list(index))
-        dropped = [i for i in range(len(refs)) if i not in index]
-        if len(index) - len(set(index)) > self.num_free + len(dropped):
+        self._slots.check_all(refs, Status.LIVE)
+        source = check_index(index, len(refs))
+        dropped = [i for i in range(len(refs)) if i not in source]
+        if len(source) - len(set(source)) > self.num_free + len(dropped):
             raise CapacityError("reorder_: too few free slots for the copies; nothing was changed")
         for i in dropped:
             self.release_(refs[i])
         first_use: set[int] = set()
         moved = []
-        for i in index:
+        for i in source:
             if i in first_use:
                 moved.append(self.fork_(refs[i]))
             else:
@@ -336,7 +341,7 @@ class StatePool:
         """
         slot, at = self._slots.rebuildable(ref, position)
         base, folded, _ = self._slots.counts(slot)
-        return [reference.materialise(store, slot, base, folded, at) for store in self.stores]
+        return [materialise(s, slot, base, folded, at, impl=self.impl) for s in self.stores]
 
     def conv_windows(self, ref: SlotRef, position: int | None = None) -> list[Tensor | None]:
         """Return every layer's ``[C, width - 1]`` inputs before a position, the newest last.
@@ -356,6 +361,7 @@ class StatePool:
         slot = self._slots.check(ref, Status.LIVE)
         return read_slot(self.stores, slot, *self._slots.counts(slot))
 
+    @torch.no_grad()
     def import_(self, image: SlotImage) -> SlotRef:
         """Admit an exported slot, bit for bit, at the phase it was exported in.
 

@@ -7,9 +7,8 @@ Rings are head-major, so that the entries of one head are contiguous:
 
 The raw inputs of a layer's convolution have a ring of their own, conv ``[S, Rc, C]``.
 
-Planes are ``[S, HV, V, K]``, row scales ``[S, HV, V]`` and column scales ``[S, 3, HV, K]``: one
-generation per fold cycle modulo 3 (tiles not yet folded in this cycle, tiles folded in it, and the
-amaxes being collected for the next one).
+Planes are ``[S, HV, V, K]``, row scales ``[S, HV, V]`` and column scales ``[S, HV, tiles, K]``:
+every value tile has its own, so that it is encoded and decoded by itself.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from replayssm.errors import ContractError
-from replayssm.formats import FORMATS, GENERATIONS, Planes
+from replayssm.errors import ContractError, UnsupportedError
+from replayssm.formats import FORMATS, Planes
 from replayssm.ring import RingSpec
 from replayssm.types import Format, LayerSpec
 
@@ -29,23 +28,28 @@ RING_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIELDS = ("high", "low", "row_scale", "columns", "k", "v", "g", "w", "conv")
 # the rings, and which dimension of one slot's ring counts its entries
 RING_AXES = {"k": 1, "v": 1, "g": 1, "w": 1, "conv": 0}
+# the formats that hold fp32 whole
+EXACT_FORMATS = (Format.F32, Format.S32)
 
 
 @dataclass(frozen=True, slots=True)
 class StorageSpec:
-    """Everything that decides the shape and dtype of a layer's tensors.
+    """Everything that decides the shape and dtype of a layer's tensors, and what they promise.
 
     Attributes:
         layer: Geometry.
         format: State format of the checkpoint.
         ring: Ring sizes.
         ring_dtype: dtype of k, v and conv entries; gates and write strengths are always fp32.
+        exact: States are rebuilt entry by entry with the standard step's own operations, so outputs
+            and states are those of the same implementation's standard step, bit for bit.
     """
 
     layer: LayerSpec
     format: Format
     ring: RingSpec
     ring_dtype: torch.dtype = torch.float32
+    exact: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", Format(self.format))
@@ -54,6 +58,11 @@ class StorageSpec:
         if self.ring.tiles > self.layer.value_dim:
             raise ContractError(
                 "tiles", f"at most value_dim ({self.layer.value_dim})", self.ring.tiles
+            )
+        if self.exact and (self.format not in EXACT_FORMATS or self.ring.tiles != 1):
+            raise UnsupportedError(
+                "exact=True: needs a state in f32 or s32 and whole slots folded at once (tiles=1), "
+                f"not {self.format.value} and tiles={self.ring.tiles}"
             )
 
     def shapes(self, slots: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -66,7 +75,7 @@ class StorageSpec:
             table["low"] = ((slots, hv, v_dim, k_dim), fmt.low)
         if fmt.scaled:
             table["row_scale"] = ((slots, hv, v_dim), torch.float32)
-            table["columns"] = ((slots, GENERATIONS, hv, k_dim), torch.bfloat16)
+            table["columns"] = ((slots, hv, self.ring.tiles, k_dim), torch.bfloat16)
         gate = at.gate_shape()
         table["k"] = ((slots, h, entries, k_dim), self.ring_dtype)
         table["v"] = ((slots, hv, entries, v_dim), self.ring_dtype)

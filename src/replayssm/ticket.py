@@ -62,7 +62,7 @@ class Ticket:
             TicketError: The layer has done this work already.
             SlotError: A slot was released since the ticket was opened.
         """
-        if not 0 <= layer < layers:
+        if not isinstance(layer, int) or not 0 <= layer < layers:
             raise ContractError("layer", f"0 to {layers - 1}", layer)
         if layer in done:
             raise TicketError(f"layer {layer} has already run in this forward")
@@ -146,13 +146,40 @@ def per_row(name: str, values: Sequence[int | None] | int, rows: int) -> list[in
         ContractError: Another number of them, or one that is not an integer.
     """
     plain = values.tolist() if hasattr(values, "tolist") else values
-    counts = [plain] * rows if isinstance(plain, int) else list(plain)
-    if len(counts) != rows:
-        raise ContractError(name, f"{rows} of them", len(counts))
     try:
-        return [None if count is None else index(count) for count in counts]
+        counts = [plain] * rows if isinstance(plain, int) else list(plain)
+        checked = [None if count is None else index(count) for count in counts]
     except TypeError:
-        raise ContractError(name, "integers", counts) from None
+        raise ContractError(name, "integers", values) from None
+    if len(checked) != rows:
+        raise ContractError(name, f"{rows} of them", len(checked))
+    return checked
+
+
+def check_index(values: Sequence[int], rows: int) -> list[int]:
+    """Return row numbers as plain integers.
+
+    Raises:
+        ContractError: One of them is no row.
+    """
+    found = [i for i in per_row("index", values, len(values)) if i is not None and 0 <= i < rows]
+    if len(found) != len(values):
+        raise ContractError("index", f"rows 0 to {rows - 1}", list(values))
+    return found
+
+
+def check_lengths(lengths: Sequence[int] | int, rows: int, max_block: int) -> list[int]:
+    """Return the tokens of every row's block.
+
+    Raises:
+        ContractError: Another number of rows, or a length that is not 1 to ``max_block``.
+    """
+    counts: list[int] = []
+    for count in per_row("lengths", lengths, rows):
+        if count is None or not 1 <= count <= max_block:
+            raise ContractError("lengths", f"1 to max_block ({max_block})", count)
+        counts.append(count)
+    return counts
 
 
 def tree_parents(
@@ -169,10 +196,11 @@ def tree_parents(
         raise ContractError("parents", f"{len(lengths)} rows", len(parents))
     table = np.full((len(lengths), max(lengths, default=0)), -1, np.int64)
     for row, (nodes, length) in enumerate(zip(parents, lengths, strict=True)):
-        if len(nodes) != length or any(not -1 <= p < t for t, p in enumerate(nodes)):
+        own = [p for p in per_row("parents", nodes, len(nodes)) if p is not None]
+        if len(own) != length or any(not -1 <= p < t for t, p in enumerate(own)):
             expected = f"{length} integers with -1 <= parents[t] < t in row {row}"
             raise ContractError("parents", expected, list(nodes))
-        table[row, :length] = nodes
+        table[row, :length] = own
     return table
 
 

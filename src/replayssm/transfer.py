@@ -66,8 +66,8 @@ class SlotImage:
         self._check_tensors(specs)
 
     def _check_counts(self, specs: tuple[StorageSpec, ...]) -> None:
-        ring, has_conv = specs[0].ring, any(spec.layer.conv is not None for spec in specs)
-        most = ring.most_unfolded if has_conv else ring.ring_len
+        ring = specs[0].ring
+        most = ring.most_unfolded
         oldest, newest = ring.oldest_needed(self.base, self.folded), self.committed
         if not 0 <= self.base <= oldest == self.oldest <= newest:
             expected = f"0 <= base <= oldest ({oldest}) <= committed"
@@ -75,7 +75,7 @@ class SlotImage:
             raise ContractError("image", expected, got)
         if newest - oldest > most:
             expected = f"at most {most} live entries"
-            raise ContractError("image", expected, newest - oldest)
+            raise ContractError("image", expected, newest - oldest, "fold_ it before the export")
 
     def _check_tensors(self, specs: tuple[StorageSpec, ...]) -> None:
         if len(self.layers) != len(specs):

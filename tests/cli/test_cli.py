@@ -69,6 +69,7 @@ def test_version(run):
         ("evaluate", "--threads", "0"),
         ("evaluate", "--margins", "missing.toml"),
         ("evaluate", "--model", "./no-such-folder"),
+        ("evaluate", "--out", f"{__file__}/report"),
         ("generate",),
     ],
 )

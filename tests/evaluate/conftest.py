@@ -30,6 +30,12 @@ SMALL = Scope(
     text_rows=2,
     probes=((320, 1),),
     block=4,
+    drafts=(1, 3),
+    draft_rows=2,
+    draft_prompt=32,
+    draft_tokens=65,
+    verify_batch=2,
+    rollbacks=60,
 )
 
 

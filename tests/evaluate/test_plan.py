@@ -30,11 +30,12 @@ def test_margins_file_overrides_only_what_it_names(tmp_path):
 @pytest.mark.parametrize(
     "text",
     ["[margins]\nspeed = 2", "[other]\nspeedup = 1.2", "not toml", "[margins]\nmean_kl = -1",
-     "[margins]\nspeedup = 0.5", "[margins]\nmean_kl = 'small'"],
+     "[margins]\nspeedup = 0.5", "[margins]\nmean_kl = 'small'", "[margins]\nmean_kl = nan",
+     "[margins]\nspeedup = inf", "\xff"],
 )  # fmt: skip
 def test_a_bad_margins_file_is_refused(tmp_path, text):
     path = tmp_path / "margins.toml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ContractError):
         read_margins(path)
 

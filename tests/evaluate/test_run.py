@@ -84,7 +84,7 @@ def test_report_is_one_file_without_addresses(result, tmp_path):
     html = write(result, tmp_path).read_text(encoding="utf-8")
     assert not re.findall(r"https?://|//cdn|@import|url\((?!#)", html)
     assert re.findall(r"<link|<img|src=", html) == []
-    assert html.count("<svg") == 6
+    assert html.count("<svg") == 7
     assert "prefers-color-scheme: dark" in html
 
 
@@ -93,7 +93,8 @@ def test_report_says_the_verdict_first_and_the_manifest_last(result):
     places = [
         html.index(text)
         for text in ('class="verdict', "Routing table", "1. Compatibility", "2. Bottleneck",
-                     "3. Window", "4. Precision", "Margins and definitions", "<h2>Manifest")
+                     "3. Window", "4. Precision", "5. Speculation", "Margins and definitions",
+                     "<h2>Manifest")
     ]  # fmt: skip
     assert places == sorted(places)
 

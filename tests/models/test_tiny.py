@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from replayssm.errors import ContractError
 from replayssm.evaluate.probes import make_probes
 from replayssm.models import tiny
 
@@ -40,7 +41,7 @@ def test_text_round_trip() -> None:
 
 
 def test_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="name must be one of"):
+    with pytest.raises(ContractError, match=r"^name: expected one of"):
         tiny.weights_path("huge")
 
 

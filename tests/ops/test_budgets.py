@@ -27,7 +27,7 @@ def step_of(impl):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_implementation_keeps_its_budget_and_its_hands_off(impl, case):
-    reason = unavailable(impl, torch.device("cpu"), tiles=case.ring.tiles, tree=case.is_tree)
+    reason = unavailable(impl, torch.device("cpu"), tiles=case.ring.tiles)
     if reason is not None:
         pytest.skip(reason)
     check_case(step_of(impl), case)

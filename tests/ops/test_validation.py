@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,6 +36,57 @@ def test_a_plan_of_another_pool_is_refused_by_the_ops(impl):
             pool.stores[0], make_plan([0], [4], [0]), make_block(LAYERS[0], 1, 4, seed=0), impl=impl
         )
     assert pool_digest(pool) == before
+
+
+def inference_tensor(*shape):
+    with torch.inference_mode():
+        return torch.empty(shape)
+
+
+UNFIT_OUTPUTS = {
+    "one element for many": lambda _: torch.empty(1, 1, 1, 1).expand(1, 1, 2, 6),
+    "inference": lambda _: inference_tensor(1, 1, 2, 6),
+    "queries": lambda block: block.q,
+    "keys": lambda block: block.k,
+    "a view of values": lambda block: block.v.view(1, 1, 2, 6),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT_OUTPUTS)
+def test_an_output_that_cannot_be_written_freely_is_refused(impl, name):
+    """K = V and H = HV, so that an input has the shape of the output."""
+    layer = make_layer(*FAMILIES[2], (2, 2), (6, 6))
+    pool = StatePool([layer], 1, ring=RING, impl=impl)
+    block, ticket = make_block(layer, 1, 1, seed=0), pool.begin([pool.admit_()])
+    before = pool_digest(pool)
+    with pytest.raises(ContractError, match=r"^out: expected"):
+        pool.step_(ticket, 0, block, out=UNFIT_OUTPUTS[name](block))
+    plan = make_plan([0], [1], [0])
+    with pytest.raises(ContractError, match=r"^out: expected"):
+        standard_(
+            torch.zeros(1, 2, 6, 6), layer, plan, block, impl=impl, out=UNFIT_OUTPUTS[name](block)
+        )
+    assert pool_digest(pool) == before
+    pool.step_(ticket, 0, block)
+
+
+@pytest.mark.parametrize(
+    ("argument", "fields"),
+    [
+        ("depth", {"depth": None}),
+        ("block", {"block": ()}),
+        ("out", {"out": [0.0]}),
+        ("k", {"k": None}),
+    ],
+)
+def test_an_argument_of_another_kind_leaves_the_forward_open(impl, argument, fields):
+    pool = StatePool(LAYERS[:1], 1, ring=RING, impl=impl)
+    block, ticket = make_block(LAYERS[0], 1, 1, seed=0), pool.begin([pool.admit_()])
+    if argument == "k":
+        fields = {"block": replace(block, **fields)}
+    with pytest.raises(ContractError, match=f"^{argument}: expected"):
+        pool.step_(ticket, 0, **{"block": block, **fields})
+    pool.step_(ticket, 0, block)
 
 
 def test_an_unfit_standard_state_is_refused(impl):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -52,14 +53,13 @@ def evaluate(
 ) -> None:
     """Evaluate state replay on a model and this machine, and write a report.
 
-    Compares standard and replay arms in four sections: compatibility, bottleneck, window and batch,
-    precision. Margins are fixed and hashed before the run.
+    Compares standard and replay arms in five sections: compatibility, bottleneck, window and batch,
+    precision, speculation. Margins are fixed and hashed before the run.
     """
     use_threads(threads)
-    if out.exists() and not out.is_dir():
-        raise ContractError("--out", "a folder", f"a file, {out.name}")
     chosen = ALL_MODELS if full and model is None else (model or DEFAULT_MODEL,)
     plans = [_plan(name, full, margins, seed) for name in chosen]
+    _make_folder(out)
     results = {}
     for name, plan in zip(chosen, plans, strict=True):
         folder = out / plan.model if len(chosen) > 1 else out
@@ -76,6 +76,17 @@ def evaluate(
     else:
         console().print(f"Exit code {int(code)}: {MEANING[code]}.", style="dim")
     raise typer.Exit(int(code))
+
+
+def _make_folder(out: Path) -> None:
+    # before the run: minutes of measurements are not to be lost for want of a place
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        expected = "a folder to write into"
+        raise ContractError("--out", expected, f"{out.name} ({error.strerror})") from error
 
 
 def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:
@@ -122,6 +133,7 @@ def _print(result: Result, folder: Path) -> None:
     print_table(summary.columns, list(summary.rows))
     out.print()
     print_table(routes.columns, list(routes.rows))
+    out.print(f"Speculation: {result.speculation.advice}")
     out.print()
     for warning in result.warnings:
         out.print(f"Note: {warning}", style="dim")
@@ -159,6 +171,10 @@ def _summary(results: dict[str, Result], out: Path, code: ExitCode) -> dict[str,
                     {"first": t.first, "last": t.last, "serve_with": t.arm}
                     for t in r.judgement.routes
                 ],
+                "speculation": {
+                    "verdict": r.speculation.verdict.value,
+                    "advice": r.speculation.advice,
+                },
                 "seconds": round(r.seconds, 1),
                 "report": str(folder / "report.html"),
                 "result": str(folder / "result.json"),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import tomllib
 from dataclasses import asdict, dataclass, fields, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from replayssm.errors import ContractError
@@ -26,7 +27,7 @@ class Margins:
       ``sqrt(0.002 / 2)`` = 3.2 %: at most about 3 in 100 sampled tokens could come out different.
     * ``p99_kl``: the same bound for the worst token in a hundred, total variation under 16 %.
     * ``bits_per_byte``: 0.5 % is well under the gap between two training runs of one recipe.
-    * ``recall_drop``: 3 points is what 128 probes can rule out when not one answer changes, so a
+    * ``recall_drop``: 3 points is what 129 probes can rule out when not one answer changes, so a
       smaller margin could not be passed by a perfect arm in a default run.
     * ``speedup``: below 5 % the change is not worth its complexity.
     * ``logit_error``, ``state_error``: for arms that promise fp32 results. Sums in another order
@@ -54,8 +55,8 @@ class Margins:
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-                raise ContractError(f"margins.{item.name}", "a positive number", value)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
+                raise ContractError(f"margins.{item.name}", "a positive finite number", value)
         if self.speedup < 1:
             raise ContractError("margins.speedup", "at least 1", self.speedup)
 
@@ -82,6 +83,12 @@ class Scope:
         probes: ``(length, probes per kind)`` pairs.
         block: Tokens per forward in the precision section; a divisor of ``window``, so that every
             token finds the ring as deep as it would in single steps.
+        drafts: Draft lengths of the speculation section.
+        draft_rows: Sequences decoded there.
+        draft_prompt: Tokens of their prompts.
+        draft_tokens: Tokens emitted per sequence.
+        verify_batch: Batch of its layer-level timings.
+        rollbacks: Rounds of its rollback torture.
     """
 
     window: int = 16
@@ -97,8 +104,14 @@ class Scope:
     budget_bytes: int = 128 << 20
     buckets: tuple[int, ...] = (512, 2048, 8192)
     text_rows: int = 2
-    probes: tuple[tuple[int, int], ...] = ((256, 37), (1024, 5), (8192, 1))
+    probes: tuple[tuple[int, int], ...] = ((256, 39), (1024, 3), (8192, 1))
     block: int = 16
+    drafts: tuple[int, ...] = (3, 7)
+    draft_rows: int = 3
+    draft_prompt: int = 256
+    draft_tokens: int = 128
+    verify_batch: int = 16
+    rollbacks: int = 2000
 
     def __post_init__(self) -> None:
         if self.block < 1 or self.window % self.block:
@@ -106,15 +119,19 @@ class Scope:
 
 
 FULL_SCOPE = Scope(
-    batches=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-    windows=(4, 8, 16, 32, 64),
+    batches=(1, 4, 16, 64, 128, 256),
+    windows=(8, 16, 32, 64),
     rounds=12,
-    cell_seconds=15.0,
-    decode_samples=16,
-    working_set=512 << 20,
+    cell_seconds=4.0,
+    decode_samples=12,
+    working_set=256 << 20,
     budget_bytes=1 << 30,
-    text_rows=8,
-    probes=((256, 96), (1024, 48), (2048, 24), (4096, 16), (8192, 8)),
+    text_rows=4,
+    probes=((256, 96), (1024, 32), (4096, 8), (8192, 4)),
+    drafts=(1, 3, 7, 15),
+    draft_rows=6,
+    draft_tokens=256,
+    rollbacks=10_000,
 )
 
 
@@ -158,7 +175,7 @@ def read_margins(path: Path) -> Margins:
         raise ContractError("--margins", "a TOML file", path.name)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ContractError("--margins", "valid TOML", f"{path.name}: {error}") from error
     if set(table) != {"margins"} or not isinstance(table["margins"], dict):
         raise ContractError("--margins", "one table [margins]", sorted(table))

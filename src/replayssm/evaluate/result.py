@@ -13,10 +13,11 @@ from replayssm.evaluate.compatibility import CompatibilityResult
 from replayssm.evaluate.manifest import Manifest
 from replayssm.evaluate.plan import Plan
 from replayssm.evaluate.precision import PrecisionResult
+from replayssm.evaluate.speculation import SpeculationResult
 from replayssm.evaluate.verdict import Judgement
 from replayssm.evaluate.window import WindowResult
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Result:
         bottleneck: Section 2.
         window: Section 3.
         precision: Section 4.
+        speculation: Section 5.
         judgement: What follows from them.
         seconds: Time of the whole run.
         warnings: What a reader should know before trusting a number.
@@ -47,6 +49,7 @@ class Result:
     bottleneck: BottleneckResult
     window: WindowResult
     precision: PrecisionResult
+    speculation: SpeculationResult
     judgement: Judgement
     seconds: float
     warnings: tuple[str, ...] = ()

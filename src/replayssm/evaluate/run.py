@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from replayssm.evaluate import bottleneck, compatibility, precision, window
+from replayssm.evaluate import bottleneck, compatibility, precision, speculation, window
 from replayssm.evaluate.manifest import collect
 from replayssm.evaluate.result import SCHEMA_VERSION, Result
 from replayssm.evaluate.subject import one_geometry
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 BUSY_SWITCHES_PER_SAMPLE = 20
 # names of the sections, and the share of a default run's time that each usually takes
-SECTIONS = {"compatibility": 0.2, "bottleneck": 0.2, "window and batch": 0.2, "precision": 0.4}
+SECTIONS = {
+    "compatibility": 0.2,
+    "bottleneck": 0.2,
+    "window and batch": 0.15,
+    "precision": 0.35,
+    "speculation": 0.1,
+}
 
 
 class Progress(Protocol):
@@ -54,7 +60,7 @@ class Silent:
 
 
 def evaluate(subject: Subject, plan: Plan, progress: Progress | None = None) -> Result:
-    """Run all four sections and judge them.
+    """Run all five sections and judge them.
 
     The plan is hashed before anything runs: the margins in the result are those it was judged by.
 
@@ -89,6 +95,10 @@ def evaluate(subject: Subject, plan: Plan, progress: Progress | None = None) -> 
     fourth = precision.run(subject, plan, show.tick)
     fourth = replace(fourth, seconds=_end(show, "precision", start))
 
+    start = _begin(show, "speculation", speculation.count_steps(subject, plan))
+    fifth = speculation.run(subject, plan, show.tick)
+    fifth = replace(fifth, seconds=_end(show, "speculation", start))
+
     return Result(
         schema_version=SCHEMA_VERSION,
         plan_digest=digest,
@@ -99,6 +109,7 @@ def evaluate(subject: Subject, plan: Plan, progress: Progress | None = None) -> 
         bottleneck=second,
         window=third,
         precision=fourth,
+        speculation=fifth,
         judgement=judge(plan, first, second, third, fourth),
         seconds=time.perf_counter() - begun,
         warnings=_warnings(subject, plan, third),

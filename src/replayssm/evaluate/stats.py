@@ -120,6 +120,23 @@ def block_quantile(
     return Estimate(float(np.quantile(values, q)), low, high, len(blocks), method)
 
 
+def ratio_of_sums(
+    top: Sequence[float], bottom: Sequence[float], *, seed: int, draws: int = 2000
+) -> Estimate | None:
+    """Return sum(top) / sum(bottom) over independent units, which the bootstrap resamples.
+
+    None when there are fewer than 2 units or nothing to divide by.
+    """
+    a, b = np.asarray(top, float), np.asarray(bottom, float)
+    if a.size < 2 or b.sum() <= 0:
+        return None
+    picks = np.random.default_rng(seed).integers(a.size, size=(draws, a.size))
+    sums = b[picks].sum(axis=1)
+    low, high = _ends(a[picks].sum(axis=1)[sums > 0] / sums[sums > 0])
+    value = float(a.sum() / b.sum())
+    return Estimate(value, low, high, int(a.size), f"bootstrap over units, {draws} draws")
+
+
 def wilson(hits: int, n: int) -> Estimate:
     """Return a proportion with its Wilson score interval."""
     if n < 1 or not 0 <= hits <= n:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,10 +35,10 @@ class Subject:
     """
 
     name: str
-    model: PreTrainedModel
+    model: PreTrainedModel = field(repr=False)
     encode: Callable[[bytes], list[int]]
     decode: Callable[[list[int]], str]
-    text: bytes
+    text: bytes = field(repr=False)
 
     @property
     def parameters(self) -> int:
@@ -144,7 +144,7 @@ def held_out(subject: Subject, rows: int, tokens: int, seed: int) -> Texts:
 
 
 def one_geometry(specs: tuple[LayerSpec, ...]) -> LayerSpec:
-    """Return the geometry that most layers share."""
+    """Return the geometry that most layers share, without convolution: states are timed alone."""
     if not specs:
         raise UnsupportedError("the model has no recurrent layer of a supported kind")
-    return max(set(specs), key=specs.count)
+    return replace(max(set(specs), key=specs.count), conv=None)

@@ -126,7 +126,7 @@ def run(
     # all arms are alive at once; leave most of the memory to the rest of the machine
     room = physical_memory() // (4 * len(plan.arms)) or scope.working_set
     for batch, window in grid(plan):
-        layers = _layers(spec, batch, model_layers, min(scope.working_set, room))
+        layers = layer_copies(spec, batch, model_layers, min(scope.working_set, room))
         shapes = {arm.name: Shape(spec, layers, batch, window) for arm in plan.arms}
         cells.append(_measure(plan, shapes, batch, window))
         tick(f"batch {batch}, window {window}")
@@ -174,7 +174,8 @@ def describe(spec: LayerSpec) -> str:
     )
 
 
-def _layers(spec: LayerSpec, batch: int, model_layers: int, target: int) -> int:
+def layer_copies(spec: LayerSpec, batch: int, model_layers: int, target: int) -> int:
+    """Return how many layers a cell steps so that its fp32 states take ``target`` bytes."""
     wanted = -(-target // (spec.state_elements * batch * 4))
     return max(model_layers, min(MAX_LAYERS, wanted))
 

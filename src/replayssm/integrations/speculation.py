@@ -17,7 +17,6 @@ from replayssm.errors import ContractError, UnsupportedError
 from replayssm.integrations import hooks
 from replayssm.integrations.bind import bind
 from replayssm.models.tiny import attention_window
-from replayssm.ops.dispatch import choose
 from replayssm.ring import RingSpec
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ class Verifier(Decoder):
 
         Raises:
             ContractError: Too many tokens, or a parent that does not come before its child.
-            UnsupportedError: A tree where the implementation or the attention takes chains only.
+            UnsupportedError: A tree where the attention takes chains only.
         """
         if not 1 <= len(tokens) <= self._max_nodes + 1:
             raise ContractError("tokens", f"1 to {self._max_nodes + 1} tokens", len(tokens))
@@ -175,8 +174,6 @@ class Verifier(Decoder):
         self._binding.commit([int(token) for token in path])
 
     def _check_tree(self) -> None:
-        weight = self._model.get_input_embeddings().weight
-        choose(self._handle.impl, weight.device, tree=True)
         if any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
             raise UnsupportedError("trees over sliding-window attention layers; verify chains")
 

@@ -229,11 +229,7 @@ def enable(
         raise ContractError("model", "one that is not enabled", "an enabled one", "disable() it")
     fmt, depth = _precision(path, state, read)
     mixers = require_supported(model)
-    ring = RingSpec(window=window, max_block=max_block)
-    if keep:
-        ring = with_keep(ring, keep)
-    if keep and path == "standard":
-        raise ContractError("keep", "0 on the standard path, which cannot take tokens back", keep)
+    ring = _ring(path, window, keep, max_block)
     device = next(mixers[0].module.parameters()).device
     chosen = choose(Impl(impl), device)
     handle = Enabled(model, mixers, path=path, state=fmt, read=depth, ring=ring, impl=chosen)
@@ -298,6 +294,13 @@ def _precision(
         names = [f.value for f in STANDARD_STATES]
         raise ContractError("state", f"one of {names} on the standard path", fmt.value)
     return fmt, read_depth(read)
+
+
+def _ring(path: str, window: int, keep: int, max_block: int) -> RingSpec:
+    if keep and path == "standard":
+        raise ContractError("keep", "0 on the standard path, which cannot take tokens back", keep)
+    ring = RingSpec(window=window, max_block=max_block)
+    return with_keep(ring, keep) if keep else ring
 
 
 def _watch(handle: Enabled, ordinal: int, mixer: nn.Module) -> list[RemovableHandle]:

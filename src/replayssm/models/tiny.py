@@ -26,6 +26,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from replayssm.errors import ContractError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -52,11 +54,11 @@ def weights_path(name: str) -> Path:
     """Return the folder of a bundled model (``config.json``, ``model.safetensors``, card).
 
     Raises:
-        ValueError: ``name`` is not one of ``NAMES``.
+        ContractError: ``name`` is not one of ``NAMES``.
         FileNotFoundError: this installation does not hold the weights.
     """
     if name not in NAMES:
-        raise ValueError(f"name must be one of {NAMES}, got {name!r}")
+        raise ContractError("name", f"one of {NAMES}", name)
     path = Path(str(files("replayssm.models") / "weights" / name))
     if not (path / "model.safetensors").is_file():
         raise FileNotFoundError(f"no weights of {name!r} at {path}")
@@ -80,7 +82,7 @@ def load(
         device: where the parameters go.
 
     Raises:
-        ValueError: unknown name.
+        ContractError: Unknown name.
         FileNotFoundError: the weights are not installed.
     """
     import torch
@@ -104,10 +106,10 @@ def register_window_attention(window: int = WINDOW) -> str:
     the ``window - 1`` positions before it, padding excluded. Registering twice is harmless.
 
     Raises:
-        ValueError: ``window`` is below 1.
+        ContractError: ``window`` is below 1.
     """
     if window < 1:
-        raise ValueError(f"window must be at least 1, got {window}")
+        raise ContractError("window", "an integer >= 1", window)
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"{_PREFIX}_{window}"

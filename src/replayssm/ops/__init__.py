@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from replayssm.errors import ContractError
 from replayssm.ops import conv, reference
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_block, check_conv, check_slots, check_tensor
+from replayssm.ops.validation import (
+    check_block,
+    check_conv,
+    check_exact,
+    check_output,
+    check_slots,
+    check_targets,
+    check_tensor,
+    check_tree,
+)
+from replayssm.ring import BlockPlan
 from replayssm.types import Block, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from numpy.typing import NDArray
 
-    from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
 
-__all__ = ["compact_", "conv_", "fold_", "standard_", "step_"]
+__all__ = ["compact_", "conv_", "fold_", "materialise", "standard_", "step_"]
 
 
 @torch.no_grad()
@@ -41,10 +52,11 @@ def step_(
     Args:
         store: Tensors of one layer.
         plan: Rows of this forward, shared by all layers.
-        block: ``[B, T, ...]`` inputs; T = 1 is an ordinary step.
+        block: ``[B, T, ...]`` inputs, a chain or a tree; T = 1 is an ordinary step.
         depth: Planes to read, for all rows or per row.
         impl: Implementation.
-        out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+        out: ``[B, T, HV, V]`` to write into, in memory of its own; allocated in v's dtype when
+            None.
         debug: Refuse NaN, infinite and growing (g > 0) inputs.
 
     Returns:
@@ -52,18 +64,19 @@ def step_(
 
     Raises:
         ContractError: An argument does not fit; nothing was changed.
-        UnsupportedError: ``impl`` cannot serve this device.
+        UnsupportedError: ``impl`` cannot serve this device, or an exact store a high read.
     """
     device = store.high.device
     check_slots(plan, store.slots)
+    check_tree(plan)
     check_block(store.spec.layer, plan, block, device, finite=debug)
     depths = _per_row(depth, plan.rows)
+    check_exact(store.spec, depths, block)
     out = _output(out, block, device)
     ring = store.spec.ring
     if int(plan.lengths.max(initial=0)) > ring.max_block:
         raise ContractError("block", f"at most max_block ({ring.max_block}) tokens", block.tokens)
-    is_tree = plan.parents is not None
-    if choose(impl, device, tiles=ring.tiles, tree=is_tree) is Impl.CPU:
+    if choose(impl, device, tiles=ring.tiles) is Impl.CPU:
         from replayssm.ops import cpu
 
         cpu.step_(store, plan, block, depths, out)
@@ -103,6 +116,7 @@ def conv_(
             changed.
     """
     check_slots(plan, store.slots)
+    check_tree(plan)
     check_conv(store.spec, plan, x, weight, bias, store.high.device, finite=debug)
     return conv.conv_(store, plan, x, weight, bias)
 
@@ -137,6 +151,30 @@ def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...]
 
 
 @torch.no_grad()
+def materialise(
+    store: LayerStore, slot: int, base: int, folded: int, position: int, *, impl: Impl = Impl.AUTO
+) -> Tensor:
+    """Return the ``[HV, V, K]`` fp32 state at ``position``; the slot is untouched.
+
+    Arguments are those of :func:`replayssm.ops.reference.materialise`. An exact store's state is
+    the one that ``impl``'s standard step would have left.
+    """
+    start = store.spec.ring.folded_to(0, base, folded)
+    if not store.spec.exact or start == position:
+        return reference.materialise(store, slot, base, folded, position)
+    state = reference.materialise(store, slot, base, folded, start).clone().unsqueeze(0)
+    index = [p % store.spec.ring.ring_len for p in range(start, position)]
+    k, v, g, w = (
+        x[slot][:, index].transpose(0, 1).unsqueeze(0) for x in (store.k, store.v, store.g, store.w)
+    )
+    zero = np.zeros(1, np.int64)
+    plan = BlockPlan(zero, zero, zero, zero, zero + len(index))
+    # outputs are not asked for: any query does
+    standard_(state, store.spec.layer, plan, Block(k, k, v, g, w), impl=impl)
+    return state[0]
+
+
+@torch.no_grad()
 def standard_(
     state: Tensor,
     layer: LayerSpec,
@@ -145,10 +183,11 @@ def standard_(
     *,
     impl: Impl = Impl.AUTO,
     out: Tensor | None = None,
+    targets: NDArray[np.int64] | None = None,
 ) -> Tensor:
     """Run the standard step, which rewrites the whole state for every token.
 
-    Mutates ``state`` at the plan's slots and ``out``.
+    Mutates ``out``, and ``state`` at the plan's slots or, when given, at ``targets`` only.
 
     Args:
         state: ``[S, HV, V, K]`` fp32 or bf16 (then rounded after every token).
@@ -156,7 +195,10 @@ def standard_(
         plan: Rows; only ``slots`` and ``lengths`` are read.
         block: ``[B, T, ...]`` inputs, a chain.
         impl: Implementation.
-        out: ``[B, T, HV, V]`` to write into; allocated in v's dtype when None.
+        out: ``[B, T, HV, V]`` to write into, in memory of its own; allocated in v's dtype when
+            None.
+        targets: ``[B, T]`` slots that get the state after each token, which the next token then
+            continues from; None rewrites in place. No slot may belong to two rows.
 
     Returns:
         ``[B, T, HV, V]``.
@@ -172,21 +214,26 @@ def standard_(
         raise ContractError("state", "float32 or bfloat16", state.dtype)
     if plan.parents is not None:
         raise ContractError("plan", "chains on the standard path", "a tree")
+    if targets is not None:
+        check_targets(plan, targets, block.tokens, state.shape[0])
     out = _output(out, block, state.device)
     if choose(impl, state.device) is Impl.CPU:
         from replayssm.ops import cpu
 
-        cpu.standard_(state, plan, block, layer.write, out)
+        cpu.standard_(state, plan, block, layer.write, out, targets)
     else:
-        reference.standard_(state, plan, block, layer.write, out)
+        reference.standard_(state, plan, block, layer.write, out, targets)
     return out
 
 
 def _per_row(depth: ReadDepth | Sequence[ReadDepth], rows: int) -> list[ReadDepth]:
     if isinstance(depth, str):
         return [ReadDepth(depth)] * rows
+    expected = f"one read depth or {rows} of them"
+    if not isinstance(depth, Sequence):
+        raise ContractError("depth", expected, depth)
     if len(depth) != rows:
-        raise ContractError("depth", f"one read depth or {rows} of them", f"{len(depth)} of them")
+        raise ContractError("depth", expected, f"{len(depth)} of them")
     return [ReadDepth(d) for d in depth]
 
 
@@ -194,4 +241,5 @@ def _output(out: Tensor | None, block: Block, device: torch.device) -> Tensor:
     if out is None:
         return torch.empty_like(block.v, memory_format=torch.contiguous_format)
     check_tensor("out", out, tuple(block.v.shape), device)
+    check_output(out, block)
     return out

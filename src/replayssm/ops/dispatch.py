@@ -12,13 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def unavailable(
-    impl: Impl, device: torch.device, *, tiles: int = 1, tree: bool = False
-) -> str | None:
+def unavailable(impl: Impl, device: torch.device, *, tiles: int = 1) -> str | None:
     """Return why ``impl`` cannot serve the request on ``device``, or None when it can."""
     if impl is Impl.CPU:
-        if tree:
-            return "the cpu implementation reads chains, not trees"
         if device.type != "cpu":
             return f"the cpu implementation needs CPU tensors, not {device}"
         if tiles != 1:
@@ -28,7 +24,7 @@ def unavailable(
     return None
 
 
-def choose(impl: Impl, device: torch.device, *, tiles: int = 1, tree: bool = False) -> Impl:
+def choose(impl: Impl, device: torch.device, *, tiles: int = 1) -> Impl:
     """Resolve ``impl`` to the implementation that will run.
 
     ``AUTO`` is CPU where it can run and the reference elsewhere; callers keep the answer, so that a
@@ -36,9 +32,9 @@ def choose(impl: Impl, device: torch.device, *, tiles: int = 1, tree: bool = Fal
     """
     impl = Impl(impl)
     if impl is Impl.AUTO:
-        reason = unavailable(Impl.CPU, device, tiles=tiles, tree=tree)
+        reason = unavailable(Impl.CPU, device, tiles=tiles)
         return Impl.CPU if reason is None else Impl.REFERENCE
-    reason = unavailable(impl, device, tiles=tiles, tree=tree)
+    reason = unavailable(impl, device, tiles=tiles)
     if reason is not None:
         raise UnsupportedError(f"impl={impl.value}: {reason}")
     return impl

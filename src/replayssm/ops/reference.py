@@ -17,19 +17,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replayssm.formats import (
-    GENERATIONS,
-    Planes,
-    column_amax,
-    column_scale,
-    decode,
-    encode,
-)
+from replayssm.formats import Planes, column_amax, column_scale, decode, encode
 from replayssm.ring import tile_rows
 from replayssm.types import Block, Decay, ReadDepth, Write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
@@ -154,7 +150,8 @@ def gather(store: LayerStore, slot: int, start: int, stop: int, dtype: torch.dty
     if store.spec.layer.decay is Decay.SCALAR:
         g = g.unsqueeze(-1)
     fields = (k, store.v[slot][:, index], g, store.w[slot][:, index])
-    return Entries(*(x.transpose(0, 1).to(dtype) for x in fields))
+    # laid out as a block is: torch's own bits may depend on strides
+    return Entries(*(x.transpose(0, 1).contiguous().to(dtype) for x in fields))
 
 
 def append_(store: LayerStore, plan: BlockPlan, block: Block) -> None:
@@ -204,30 +201,22 @@ def fold_(store: LayerStore, plan: BlockPlan) -> None:
             for stop in ring.boundaries(i, at[i], ring.folded_to(i, base, max(old, new)))
         ]
         for stop, tile in sorted(due):
-            _fold_tile(store, slot, tile, at[tile], stop)
+            state = decode_tile(store, slot, tile, ReadDepth.FULL)
+            entries = gather(store, slot, at[tile], stop, torch.float32)
+            rows = tile_rows(tile, ring.tiles, store.spec.layer.value_dim)
+            state = fold_serial(state, entries.rows(rows), store.spec.layer.write)
+            _encode_tile_(store, slot, tile, state)
             at[tile] = stop
 
 
-def _fold_tile(store: LayerStore, slot: int, tile: int, start: int, stop: int) -> None:
-    spec, ring = store.spec, store.spec.ring
-    rows = tile_rows(tile, ring.tiles, spec.layer.value_dim)
-    cycle = ring.cycle(tile, stop)
-    state = decode_tile(store, slot, tile, start, ReadDepth.FULL)
-    entries = gather(store, slot, start, stop, torch.float32).rows(rows)
-    state = fold_serial(state, entries, spec.layer.write)
+def _encode_tile_(store: LayerStore, slot: int, tile: int, state: Tensor) -> None:
+    """Overwrite a tile's planes and scales with a ``[HV, rows, K]`` fp32 state."""
+    rows = tile_rows(tile, store.spec.ring.tiles, store.spec.layer.value_dim)
     columns = None
     if store.columns is not None:
-        generations = store.columns[slot]
-        columns, collecting = (
-            generations[cycle % GENERATIONS],
-            generations[(cycle + 1) % GENERATIONS],
-        )
-        if tile == 0:
-            columns.copy_(column_scale(columns.float()))
-            collecting.zero_()
-        amax = column_amax(state).clamp(max=torch.finfo(torch.bfloat16).max).to(torch.bfloat16)
-        collecting.copy_(torch.maximum(collecting, amax))
-    fresh, planes = encode(state, spec.format, columns), _tile_planes(store, slot, rows)
+        columns = column_scale(column_amax(state))
+        store.columns[slot, :, tile] = columns
+    fresh, planes = encode(state, store.spec.format, columns), _tile_planes(store, slot, rows)
     planes.high.copy_(fresh.high)
     if planes.low is not None and fresh.low is not None:
         planes.low.copy_(fresh.low)
@@ -242,12 +231,10 @@ def _tile_planes(store: LayerStore, slot: int, rows: range) -> Planes:
     return Planes(whole.high[:, cut], low, row_scale)
 
 
-def decode_tile(store: LayerStore, slot: int, tile: int, position: int, depth: ReadDepth) -> Tensor:
-    """Return the ``[HV, rows, K]`` fp32 tile at ``position`` as a read of ``depth`` sees it."""
+def decode_tile(store: LayerStore, slot: int, tile: int, depth: ReadDepth) -> Tensor:
+    """Return the ``[HV, rows, K]`` fp32 tile as a read of ``depth`` sees it."""
     rows = tile_rows(tile, store.spec.ring.tiles, store.spec.layer.value_dim)
-    columns = None
-    if store.columns is not None:
-        columns = store.columns[slot, store.spec.ring.cycle(tile, position) % GENERATIONS]
+    columns = None if store.columns is None else store.columns[slot, :, tile]
     return decode(_tile_planes(store, slot, rows), store.spec.format, depth, columns)
 
 
@@ -275,7 +262,11 @@ def step_(
     append_(store, plan, block)
     out.zero_()
     for row in range(plan.rows):
-        if plan.slots[row] >= 0:
+        if plan.slots[row] < 0:
+            continue
+        if store.spec.exact and compute is torch.float32:
+            _read_row_exactly(store, plan, block, row, out[row])
+        else:
             _read_row(store, plan, block, row, depth[row], out[row], compute)
 
 
@@ -295,7 +286,7 @@ def _read_row(
     for tile in range(ring.tiles):
         at = ring.folded_to(tile, base, folded)
         rows = tile_rows(tile, ring.tiles, layer.value_dim)
-        state = decode_tile(store, slot, tile, at, depth).to(compute)
+        state = decode_tile(store, slot, tile, depth).to(compute)
         length = int(plan.lengths[row])
         entries = gather(store, slot, at, first + length, compute).rows(rows)
         for t in range(length):
@@ -303,6 +294,23 @@ def _read_row(
             x, y = pull_back(q[t], entries.select(path), layer.write)
             y = torch.einsum("hvk,hk->hv", state, x) + y
             out[t, :, rows.start : rows.stop] = y.to(out.dtype)
+
+
+def _read_row_exactly(
+    store: LayerStore, plan: BlockPlan, block: Block, row: int, out: Tensor
+) -> None:
+    # one tile, fp32 planes: the operations, and the order, of standard_ along every path
+    layer, length = store.spec.layer, int(plan.lengths[row])
+    slot, base, first = (int(x[row]) for x in (plan.slots, plan.base, plan.committed))
+    folded = max(int(plan.folded[row]), first)
+    state = materialise(store, slot, base, folded, first)
+    entries = gather(store, slot, first, first + length, torch.float32)
+    q = expand_heads(block.q[row].float(), layer.value_heads, 1)
+    states = {-1: state}
+    for t in range(length):
+        parent = t - 1 if plan.parents is None else int(plan.parents[row, t])
+        states[t] = write_entry(states[parent], entries, t, layer.write)
+        out[t] = torch.einsum("hvk,hk->hv", states[t], q[t]).to(out.dtype)
 
 
 def materialise(store: LayerStore, slot: int, base: int, folded: int, position: int) -> Tensor:
@@ -319,7 +327,7 @@ def materialise(store: LayerStore, slot: int, base: int, folded: int, position: 
     for tile in range(ring.tiles):
         at = ring.folded_to(tile, base, folded)
         rows = tile_rows(tile, ring.tiles, store.spec.layer.value_dim)
-        state = decode_tile(store, slot, tile, at, ReadDepth.FULL)
+        state = decode_tile(store, slot, tile, ReadDepth.FULL)
         entries = gather(store, slot, at, position, torch.float32).rows(rows)
         tiles.append(fold_serial(state, entries, store.spec.layer.write))
     return torch.cat(tiles, dim=1)
@@ -327,23 +335,26 @@ def materialise(store: LayerStore, slot: int, base: int, folded: int, position: 
 
 def admit_(store: LayerStore, slot: int, state: Tensor) -> None:
     """Overwrite a slot's planes and scales with an encoded ``[HV, V, K]`` state."""
-    columns = None
-    if store.columns is not None:
-        columns = column_scale(column_amax(state.float()))
-        store.columns[slot] = columns
-    fresh = encode(state.float(), store.spec.format, columns)
-    store.high[slot] = fresh.high
-    if store.low is not None and fresh.low is not None:
-        store.low[slot] = fresh.low
-    if store.row_scale is not None and fresh.row_scale is not None:
-        store.row_scale[slot] = fresh.row_scale
+    tiles = store.spec.ring.tiles
+    for tile in range(tiles):
+        rows = tile_rows(tile, tiles, store.spec.layer.value_dim)
+        _encode_tile_(store, slot, tile, state[:, rows.start : rows.stop].float())
 
 
-def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: Tensor) -> None:
+def standard_(
+    state: Tensor,
+    plan: BlockPlan,
+    block: Block,
+    write: Write,
+    out: Tensor,
+    targets: NDArray[np.int64] | None = None,
+) -> None:
     """Run the standard step: rewrite each row's state ``[S, HV, V, K]`` token by token.
 
-    The state may be fp32 or bf16 (rounded after every token, before it is read again); the output
-    is computed from the state before that rounding.
+    With ``targets`` ``[B, T]`` the state after token t of row b is written to slot
+    ``targets[b, t]`` instead, and the next token continues from there. The state may be fp32 or
+    bf16 (rounded after every token, before it is read again); the output is computed from the state
+    before that rounding.
     """
     out.zero_()
     hv = state.shape[1]
@@ -357,4 +368,5 @@ def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: T
         for t in range(length):
             fresh = write_entry(state[slot].float(), entries, t, write)
             out[row, t] = torch.einsum("hvk,hk->hv", fresh, q[t]).to(out.dtype)
+            slot = slot if targets is None else int(targets[row, t])
             state[slot] = fresh.to(state.dtype)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from replayssm.errors import ContractError
-from replayssm.types import Block, Decay, LayerSpec
+from replayssm.errors import ContractError, UnsupportedError
+from replayssm.types import Block, Decay, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from replayssm.ring import BlockPlan
     from replayssm.storage import StorageSpec
 
+# counts are int64; this leaves half of them to count on from any position
+MOST_TOKENS = 2**62
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -44,6 +50,8 @@ def check_block(
         device: Where the layer's tensors are.
         finite: Also check the values (debug mode; costs a pass over the inputs).
     """
+    if not isinstance(block, Block):
+        raise ContractError("block", "a Block", type(block).__name__)
     if block.q.ndim != 4:
         raise ContractError("q", "4 dimensions [B, T, H, K]", tuple(block.q.shape))
     tokens = block.tokens
@@ -84,6 +92,17 @@ def check_conv(
         raise ContractError("x", "finite values", "NaN or infinity")
 
 
+def check_position(position: int) -> int:
+    """Return a token count that leaves room to count on, or refuse it."""
+    try:
+        at = index(position)
+    except TypeError:
+        at = -1
+    if not 0 <= at <= MOST_TOKENS:
+        raise ContractError("position", f"an integer from 0 to {MOST_TOKENS}", position)
+    return at
+
+
 def check_admission(
     specs: Sequence[StorageSpec],
     states: Sequence[Tensor] | None,
@@ -114,9 +133,10 @@ def _check_admitted(
 ) -> None:
     if tuple(x.shape) != shape:
         raise ContractError(name, f"shape {shape}", tuple(x.shape))
-    if x.device != device or not x.is_floating_point():
-        raise ContractError(name, f"a float tensor on {device}", f"{x.dtype} on {x.device}")
-    if finite and not bool(torch.isfinite(x).all()):
+    if x.device != device or not x.is_floating_point() or x.layout is not torch.strided:
+        got = f"{x.dtype}, {x.layout}, on {x.device}"
+        raise ContractError(name, f"a dense float tensor on {device}", got)
+    if finite and not bool(torch.isfinite(x.float()).all()):
         raise ContractError(name, "finite values", "NaN or infinity")
 
 
@@ -124,7 +144,7 @@ def check_values(plan: BlockPlan, block: Block) -> None:
     """Refuse NaN, infinity and g > 0 in the tokens that count; g = -inf is a gate of exactly 0."""
     real = _real(plan, block.q)
     for name in ("q", "k", "v", "w"):
-        if not bool(torch.isfinite(getattr(block, name)[real]).all()):
+        if not bool(torch.isfinite(getattr(block, name)[real].float()).all()):
             raise ContractError(name, "finite values", "NaN or infinity")
     if not bool((block.g[real] <= 0).all()):
         raise ContractError("g", "log-decays <= 0", "a positive number or NaN")
@@ -135,14 +155,68 @@ def _real(plan: BlockPlan, x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device) < lengths.unsqueeze(-1)
 
 
+def check_tree(plan: BlockPlan) -> None:
+    """Refuse parents that do not come before their nodes; a walk along them would not end."""
+    if plan.parents is None:
+        return
+    longest = int(plan.lengths.max(initial=0))
+    if plan.parents.shape[0] != plan.rows or plan.parents.shape[1] < longest:
+        expected = f"parents of shape [{plan.rows}, {longest}] or wider"
+        raise ContractError("plan", expected, plan.parents.shape)
+    nodes = np.arange(plan.parents.shape[1])
+    is_wrong = (plan.parents < -1) | (plan.parents >= nodes)
+    if bool((is_wrong & (nodes < plan.lengths[:, None])).any()):
+        raise ContractError("plan", "-1 <= parents[b, t] < t", plan.parents.tolist())
+
+
+def check_exact(spec: StorageSpec, depths: Sequence[ReadDepth], block: Block) -> None:
+    """Refuse what an exact store cannot read exactly: half a state, or entries that get rounded."""
+    if not spec.exact:
+        return
+    if ReadDepth.HIGH in depths:
+        raise UnsupportedError("exact=True: needs full reads, not depth=high")
+    for name, x in (("k", block.k), ("v", block.v)):
+        if spec.ring_dtype not in (torch.float32, x.dtype):
+            expected = f"{spec.ring_dtype}, which the ring of an exact pool stores whole"
+            raise ContractError(name, expected, x.dtype, "use ring_dtype=torch.float32")
+
+
 def check_slots(plan: BlockPlan, slots: int) -> None:
     """Refuse a plan whose slots are not in a pool of ``slots``; compiled code would not notice."""
     if plan.rows and not -1 <= plan.slots.min() <= plan.slots.max() < slots:
         raise ContractError("plan", f"slots -1 to {slots - 1}", plan.slots.tolist())
 
 
+def check_targets(plan: BlockPlan, targets: NDArray[np.int64], tokens: int, slots: int) -> None:
+    """Refuse targets ``[B, T]`` that name slots outside a state of ``slots``."""
+    if targets.shape != (plan.rows, tokens):
+        raise ContractError("targets", f"shape {(plan.rows, tokens)}", targets.shape)
+    used = targets[np.arange(tokens) < plan.lengths[:, None]]
+    if used.size and not 0 <= used.min() <= used.max() < slots:
+        raise ContractError("targets", f"slots 0 to {slots - 1}", targets.tolist())
+
+
+def check_output(out: Tensor, block: Block) -> None:
+    """Refuse an output that a step could not write element by element before it is done reading.
+
+    That is one whose elements share memory, one made in inference mode and used outside of it, and
+    one in the memory of an input.
+    """
+    if any(stride == 0 and n > 1 for stride, n in zip(out.stride(), out.shape, strict=True)):
+        expected = "an element of memory for every output"
+        raise ContractError("out", expected, f"strides {out.stride()}", "use torch.empty")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ContractError("out", "a tensor that may be written here", "an inference tensor")
+    memory = out.untyped_storage().data_ptr()
+    for name in ("q", "k", "v", "g", "w"):
+        if memory and getattr(block, name).untyped_storage().data_ptr() == memory:
+            raise ContractError("out", "memory of its own", f"the memory of {name}")
+
+
 def check_tensor(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Refuse a tensor of another shape, dtype class or device."""
+    """Refuse what is no tensor, or one of another shape, dtype class or device."""
+    if not isinstance(x, Tensor):
+        raise ContractError(name, "a torch tensor", type(x).__name__)
     if tuple(x.shape) != shape:
         raise ContractError(name, f"shape {shape}", tuple(x.shape))
     if x.dtype not in INPUT_DTYPES:

@@ -140,11 +140,9 @@ def folded_states(after: LayerStore, plan: BlockPlan) -> Tensor:
     ring = after.spec.ring
     states = []
     for row in range(plan.rows):
-        slot, base = int(plan.slots[row]), int(plan.base[row])
-        folded = max(int(plan.folded[row]), int(plan.committed[row]))
-        at = [ring.folded_to(tile, base, folded) for tile in range(ring.tiles)]
+        slot = int(plan.slots[row])
         tiles = [
-            reference.decode_tile(after, max(slot, 0), tile, at[tile], ReadDepth.FULL)
+            reference.decode_tile(after, max(slot, 0), tile, ReadDepth.FULL)
             for tile in range(ring.tiles)
         ]
         state = torch.cat(tiles, dim=1)
@@ -162,7 +160,7 @@ def _exact_fold(before: LayerStore, plan: BlockPlan, row: int) -> Tensor:
     new, tiles = max(old, int(plan.committed[row])), []
     for tile in range(ring.tiles):
         start, stop = (ring.folded_to(tile, base, at) for at in (old, new))
-        state = reference.decode_tile(before, slot, tile, start, ReadDepth.FULL).double()
+        state = reference.decode_tile(before, slot, tile, ReadDepth.FULL).double()
         entries = reference.gather(before, slot, start, stop, torch.float64)
         rows = tile_rows(tile, ring.tiles, layer.value_dim)
         tiles.append(reference.fold_serial(state, entries.rows(rows), layer.write))

@@ -50,7 +50,7 @@ Step = Callable[[LayerStore, "BlockPlan", "Block", Sequence[ReadDepth], Tensor],
 SLOTS = 7
 ROWS = (5, -1, 0, 6)  # a pad row, and the first and the last slot of the pool
 FORWARDS = 7
-# a column scale may be one window old, which costs a fixed-point row some hundred roundings
+# beyond this the reference itself is wrong
 PLAIN_ROUNDINGS = 1000.0
 RING = RingSpec(window=4, max_block=3)
 

@@ -110,6 +110,7 @@ class Driver:
         depth: ReadDepth | Sequence[ReadDepth] = ReadDepth.FULL,
         parents: Sequence[Sequence[int]] | None = None,
         lanes: int = 1,
+        departing: Sequence[int] = (),
     ) -> list[Tensor]:
         """Run, check and commit one forward.
 
@@ -120,6 +121,8 @@ class Driver:
             depth: Read depth, for all rows or per row.
             parents: Trees of drafts, one per row.
             lanes: Tokens that the block is wider than the longest row.
+            departing: Rows whose request is released after the last layer and before the commit;
+                another one takes its slot at once.
 
         Returns:
             Every layer's ``[B, T, HV, V]`` outputs.
@@ -142,11 +145,14 @@ class Driver:
                 if mixed is not None:
                     self._check_convolution(at, layer, x, mixed)
         kept = [range(n) if isinstance(n, int) else n for n in accepted]
+        paths = [None if row in departing else path for row, path in enumerate(kept)]
+        for row in departing:
+            self._replace(refs[row])
         if parents is None:
-            self.pool.commit_(ticket, [len(path) for path in kept])
+            self.pool.commit_(ticket, [None if path is None else len(path) for path in paths])
         else:
-            self.pool.commit_paths_(ticket, kept)
-        self._committed(refs, inputs, kept)
+            self.pool.commit_paths_(ticket, paths)
+        self._committed(refs, inputs, paths)
         return outputs
 
     def release(self, ref: SlotRef) -> None:
@@ -214,6 +220,12 @@ class Driver:
         if [g.guard_digest() for g in self.guarded] != self._guards:
             raise AssertionError("bytes between slots changed")
 
+    def _replace(self, ref: SlotRef | None) -> None:
+        """Release a request in the middle of its forward and admit another one in its slot."""
+        if ref is not None:
+            self.release(ref)
+            self.admit(position=self._seed % 20)
+
     def _window(self, layer: LayerSpec) -> Tensor | None:
         if layer.conv is None:
             return None
@@ -248,11 +260,11 @@ class Driver:
         self,
         refs: Sequence[SlotRef | None],
         inputs: Sequence[tuple[Block, Tensor]],
-        kept: Sequence[Sequence[int]],
+        paths: Sequence[Sequence[int] | None],
     ) -> None:
         """Let the oracles follow a commit, and poison what nothing needs any more."""
-        for row, (ref, path) in enumerate(zip(refs, kept, strict=True)):
-            if ref is None:
+        for row, (ref, path) in enumerate(zip(refs, paths, strict=True)):
+            if ref is None or path is None:
                 continue
             for oracle, (block, x) in zip(self.oracles[ref], inputs, strict=True):
                 oracle.commit(block, row, path)

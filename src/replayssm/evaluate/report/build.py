@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from replayssm.evaluate.report import plots, tables, words
+from replayssm.evaluate.report import plots, speculation, tables, words
 from replayssm.evaluate.result import dump
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ FIGURES = {
     "speed_by_window": plots.speed_by_window,
     "divergence": plots.divergence,
     "recall": plots.recall,
+    "speed_by_drafts": speculation.speed_by_drafts,
 }
 TABLES = {
     "summary": tables.summary,
@@ -39,6 +40,11 @@ TABLES = {
     "break_even": tables.break_even,
     "buckets": tables.buckets,
     "recalls": tables.recalls,
+    "drafted": speculation.drafted,
+    "rollbacks": speculation.rollbacks,
+    "verified": speculation.verified,
+    "speculation_memory": speculation.memory,
+    "torture": speculation.torture,
     "margins": tables.margins,
     "manifest": tables.manifest,
 }

@@ -28,7 +28,7 @@ def colors(result: Result) -> dict[str, str]:
     return {name: SERIES[i % len(SERIES)] for i, name in enumerate(names)}
 
 
-def _with_interval(
+def with_interval(
     ax: Axes,
     xs: Sequence[float],
     estimates: Sequence[Estimate],
@@ -38,6 +38,7 @@ def _with_interval(
     floor: float = 0.0,
     linestyle: str = "-",
 ) -> None:
+    """Draw estimates with their intervals as one series."""
     values = np.maximum([e.value for e in estimates], floor)
     low = values - np.maximum([e.low for e in estimates], floor)
     high = np.array([e.high for e in estimates]) - values
@@ -55,7 +56,8 @@ def _with_interval(
     )
 
 
-def _categories(ax: Axes, labels: Iterable[object]) -> None:
+def categories(ax: Axes, labels: Iterable[object]) -> None:
+    """Label the x axis 0, 1, 2, .. with names."""
     names = [str(x) for x in labels]
     ax.set_xticks(range(len(names)), names)
     ax.set_xlim(-0.45, len(names) - 0.55)
@@ -78,12 +80,13 @@ def _margin(ax: Axes, at: float, text: str) -> None:
     )
 
 
-def _legend(fig: Figure, ax: Axes, columns: int = 4) -> None:
+def legend(fig: Figure, ax: Axes, columns: int = 4) -> None:
+    """Put one legend under a figure."""
     handles, labels = ax.get_legend_handles_labels()
     fig.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=1.6)
 
 
-def _limit_ratio(ax: Axes, values: Sequence[Estimate]) -> None:
+def limit_ratio(ax: Axes, values: Sequence[Estimate]) -> None:
     """Keep one wild interval from flattening every other point."""
     if values:
         top = max(1.15, max(v.value for v in values)) * 1.25
@@ -96,11 +99,11 @@ def speed_by_batch(result: Result) -> str:
     with drawing("speed-batch"):
         fig, (ax, *_) = figure()
         shown = _speed_lines(ax, result, cells)
-        _categories(ax, [c.batch for c in cells])
+        categories(ax, [c.batch for c in cells])
         ax.set(xlabel="batch", ylabel="speed-up of a state update")
         ax.set_title(f"By batch, window {result.plan.scope.window}")
         _speed_frame(ax, result, shown)
-        _legend(fig, ax)
+        legend(fig, ax)
         return to_svg(fig, "Speed-up of the state update by batch")
 
 
@@ -111,11 +114,11 @@ def speed_by_window(result: Result) -> str:
     with drawing("speed-window"):
         fig, (ax, *_) = figure()
         shown = _speed_lines(ax, result, cells)
-        _categories(ax, [c.window for c in cells])
+        categories(ax, [c.window for c in cells])
         ax.set(xlabel="window", ylabel="speed-up of a state update")
         ax.set_title(f"By window, batch {batch}")
         _speed_frame(ax, result, shown)
-        _legend(fig, ax)
+        legend(fig, ax)
         return to_svg(fig, "Speed-up of the state update by window")
 
 
@@ -132,7 +135,7 @@ def _speed_lines(ax: Axes, result: Result, cells: Sequence[Cell]) -> list[Estima
         estimates = [s for _, s in known]
         xs = [x + offset for x, _ in known]
         style = "--" if name.startswith("standard") else "-"
-        _with_interval(ax, xs, estimates, colors(result)[name], name, linestyle=style)
+        with_interval(ax, xs, estimates, colors(result)[name], name, linestyle=style)
         shown += estimates
     return shown
 
@@ -140,7 +143,7 @@ def _speed_lines(ax: Axes, result: Result, cells: Sequence[Cell]) -> list[Estima
 def _speed_frame(ax: Axes, result: Result, shown: Sequence[Estimate]) -> None:
     ax.axhline(1, color=FAINT, linewidth=1)
     _margin(ax, result.plan.margins.speedup, f"margin {result.plan.margins.speedup:g}x")
-    _limit_ratio(ax, shown)
+    limit_ratio(ax, shown)
 
 
 def bottleneck(result: Result) -> str:
@@ -171,7 +174,7 @@ def bottleneck(result: Result) -> str:
         ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
         ax.grid(axis="y", visible=False)
         ax.set_title("Share of a decode step, standard f32")
-        _legend(fig, ax)
+        legend(fig, ax)
         return to_svg(fig, "Share of a decode step by part and batch")
 
 
@@ -201,7 +204,7 @@ def agreement(result: Result) -> str:
         margin = result.plan.margins.logit_error
         _margin(ax, margin, f"margin {margin:g}")
         ax.set_ylim(top=margin * 8)
-        _legend(fig, ax)
+        legend(fig, ax)
         return to_svg(fig, "Logit error along the decode steps")
 
 
@@ -222,7 +225,7 @@ def divergence(result: Result) -> str:
             ax.set_yscale("log")
             ax.set_ylim(top=margin * 8)
         axes[0].set_ylabel("nats per token")
-        _legend(fig, axes[0], columns=5)
+        legend(fig, axes[0], columns=5)
         return to_svg(fig, "KL from the reference by length bucket")
 
 
@@ -236,7 +239,7 @@ def _buckets(ax: Axes, result: Result, arms: Sequence[ArmPrecision], field: str)
         offset = (i - (len(arms) - 1) / 2) * 0.07
         xs = [x + offset for x, _ in known]
         style = "--" if arm.arm.startswith("standard") else "-"
-        _with_interval(
+        with_interval(
             ax,
             xs,
             [e for _, e in known],
@@ -245,7 +248,7 @@ def _buckets(ax: Axes, result: Result, arms: Sequence[ArmPrecision], field: str)
             floor=FLOOR,
             linestyle=style,
         )
-    _categories(ax, [f"{b.start}-{b.stop}" for b in buckets])
+    categories(ax, [f"{b.start}-{b.stop}" for b in buckets])
     ax.set_xlabel("position in the context, tokens")
 
 
@@ -261,7 +264,7 @@ def recall(result: Result) -> str:
                 by_length = {r.length: r.right for r in arm.recall if r.kind == kind}
                 offset = (i - (len(arms) - 1) / 2) * 0.09
                 xs = [x + offset for x in range(len(lengths))]
-                _with_interval(
+                with_interval(
                     ax,
                     xs,
                     [by_length[n] for n in lengths],
@@ -269,10 +272,10 @@ def recall(result: Result) -> str:
                     arm.arm,
                     linestyle="none",
                 )
-            _categories(ax, lengths)
+            categories(ax, lengths)
             ax.set_ylim(-0.03, 1.03)
             ax.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
             ax.set(xlabel="probe length, tokens", title=kind.replace("_", "-"))
         axes[0].set_ylabel("answered right")
-        _legend(fig, axes[0], columns=5)
+        legend(fig, axes[0], columns=5)
         return to_svg(fig, "Recall by kind and length")

@@ -379,6 +379,7 @@ def section_seconds(result: Result) -> dict[str, float]:
         "bottleneck": result.bottleneck.seconds,
         "window and batch": result.window.seconds,
         "precision": result.precision.seconds,
+        "speculation": result.speculation.seconds,
         "in all": result.seconds,
     }
 

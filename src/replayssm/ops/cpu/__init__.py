@@ -8,6 +8,7 @@ number of threads nor the batch shows in a result.
 from __future__ import annotations
 
 import threading
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numba
@@ -22,6 +23,7 @@ from replayssm.ops.cpu.step import run_parallel, run_serial
 from replayssm.types import ReadDepth
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from replayssm.ops.cpu.layout import Geometry
@@ -63,7 +65,7 @@ def step_(
     Args:
         store: Layer tensors; slots, heads and entries may be strided.
         plan: Rows of this forward.
-        block: Inputs, a chain.
+        block: Inputs, a chain or a tree.
         depths: Read depth of each row.
         out: ``[B, T, HV, V]``; pad rows and tokens past a row's length get 0.
     """
@@ -89,17 +91,31 @@ def _run(
     store: LayerStore, plan: BlockPlan, where: BlockAt, is_full: list[bool], *, has_block: bool
 ) -> None:
     at = layout.geometry_of(store.spec)
-    scratch, size = layout.scratch_of(at, max(where.tokens, 1))
+    own, extra = layout.exact_at(at) if store.spec.exact else (None, 0)
+    scratch, size = layout.scratch_of(at, max(where.tokens, 1), extra)
     fields = (plan.slots, plan.base, plan.folded, plan.committed, plan.lengths)
     counts = np.array([*fields, is_full], np.int64)
+    parents = _parents(plan, where.tokens)
     _check_span(at, plan, has_block=has_block)
     shares = _shares(plan.rows * store.spec.layer.state_elements * store.high.element_size())
     base = _workspace.address(shares * size)
     tensors = (at, layout.planes_at(store), layout.rings_at(store), where, scratch)
     if shares == 1:
-        run_serial(*tensors, base, counts, int(has_block))
+        run_serial(*tensors, base, counts, parents, own, int(has_block))
     else:
-        run_parallel(*tensors, base, size, counts, int(has_block), shares)
+        run_parallel(*tensors, base, size, counts, parents, own, int(has_block), shares)
+
+
+def _parents(plan: BlockPlan, tokens: int) -> NDArray[np.int64]:
+    # a chain is a tree with one leaf; one form of it is compiled
+    if plan.parents is not None:
+        return np.ascontiguousarray(plan.parents, np.int64)
+    return _chains(plan.rows, tokens)
+
+
+@lru_cache(maxsize=64)
+def _chains(rows: int, tokens: int) -> NDArray[np.int64]:
+    return np.tile(np.arange(-1, tokens - 1), (rows, 1))
 
 
 def _check_span(at: Geometry, plan: BlockPlan, *, has_block: bool) -> None:
@@ -115,8 +131,15 @@ def _shares(nbytes: int) -> int:
     return 1 if nbytes < PARALLEL_BYTES else int(numba.get_num_threads())
 
 
-def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: Tensor) -> None:
-    """Run the standard step; mutates ``state`` at the plan's slots and ``out``.
+def standard_(
+    state: Tensor,
+    plan: BlockPlan,
+    block: Block,
+    write: Write,
+    out: Tensor,
+    targets: NDArray[np.int64] | None = None,
+) -> None:
+    """Run the standard step; mutates ``state`` at the plan's slots, or at targets, and ``out``.
 
     Args:
         state: ``[S, HV, V, K]`` fp32 or bf16 (rounded after every token, outputs before that).
@@ -124,6 +147,7 @@ def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: T
         block: Inputs, a chain.
         write: Additive or delta.
         out: ``[B, T, HV, V]``; pad rows and tokens past a row's length get 0.
+        targets: ``[B, T]`` slots that get the state after each token; None rewrites in place.
     """
     if state.dtype not in layout.KIND:
         raise ContractError("state", f"one of {tuple(layout.KIND)}", state.dtype)
@@ -132,7 +156,8 @@ def standard_(state: Tensor, plan: BlockPlan, block: Block, write: Write, out: T
     target = out if _is_writable(out) else torch.empty(out.shape, dtype=torch.float32)
     where, alive = layout.block_at(block, target)
     at, size = layout.standard_at(state, block, write)
-    counts = np.array((plan.slots, plan.lengths), np.int64)
+    to = np.broadcast_to(plan.slots[:, None], (plan.rows, block.tokens))
+    counts = np.array((plan.slots, plan.lengths, *(to if targets is None else targets).T), np.int64)
     shares = _shares(plan.rows * state[0].numel() * state.element_size())
     base = _workspace.address(shares * size)
     if shares == 1:

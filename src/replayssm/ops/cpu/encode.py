@@ -47,7 +47,6 @@ from replayssm.ops.cpu.vector import (
     largest_bits,
     load,
     mul,
-    positive_or,
     put,
     single,
     splat,
@@ -67,26 +66,19 @@ ZERO, ONE, NAN = single(0.0), single(1.0), single(float("nan"))
 INFINITY_BITS = np.uint32(0x7F800000)
 SCALE_MIN, SCALE_MAX = single(COLUMN_SCALE_MIN), single(COLUMN_SCALE_MAX)
 ROW_MIN, HIGHEST = single(ROW_SCALE_MIN), single(HIGH_MAX)
-BF16_MAX = single(3.3895313892515355e38)
 LEVELS_Q24, LEVELS_Q16 = single(2.0**16), single(2.0**8)
 UNIT_Q24, UNIT_Q16 = single(2.0**-16), single(2.0**-8)
 
 
 @device
-def renew_columns(columns: int, inverse: int, amax: int, keys: int) -> None:
-    """Turn collected column amaxes (bf16) into column scales in place; start a new collection."""
-    top = zero()
+def set_columns(columns: int, inverse: int, amax: int, keys: int) -> None:
+    """Turn column amaxes into column scales (bf16, to nearest even) and their reciprocals."""
     for i in range(0, keys, LANES):
-        top = largest(top, load_as(columns + 2 * i, IS_BF16, keys - i))
-    other = bits_to_float(largest_bits(top))
-    if not other > ZERO:
-        other = ONE
-    for i in range(0, keys, LANES):
-        scale = positive_or(load_as(columns + 2 * i, IS_BF16, keys - i), other)
-        scale = at_least(at_most(scale, SCALE_MAX), SCALE_MIN)
+        scale = at_least(at_most(load(amax + 4 * i), SCALE_MAX), SCALE_MIN)
         store_as(columns + 2 * i, IS_BF16, scale, keys - i)
+        # lanes behind the last channel load as 0
+        scale = at_least(load_as(columns + 2 * i, IS_BF16, keys - i), SCALE_MIN)
         store(inverse + 4 * i, div(splat(ONE), scale))
-    clear(amax, keys)
 
 
 @device
@@ -97,13 +89,6 @@ def collect_amax(amax: int, block: int, rows: int, row: int) -> None:
         for r in range(rows):
             top = largest(top, absolute(finite_or_zero(load(block + r * row + i))))
         store(amax + i, top)
-
-
-@device
-def store_amax(columns: int, amax: int, keys: int) -> None:
-    """Write collected column amaxes as bf16, to nearest even; none becomes infinite."""
-    for i in range(0, keys, LANES):
-        store_as(columns + 2 * i, IS_BF16, at_most(load(amax + 4 * i), BF16_MAX), keys - i)
 
 
 def make_decode(plane: Plane) -> Callable[[int, int, int, int], None]:
@@ -192,6 +177,9 @@ def decode_rows(at: Geometry, here: HeadAt, column: int, first: int, rows: int, 
     high, low = here.high + first * here.high_row, here.low + first * here.low_row
     for r in range(LANES):
         to, top, rest = block + r * row, high + r * here.high_row, low + r * here.low_row
+        # the same row of the next 16
+        fetch_bytes(top + LANES * here.high_row, here.high_row)
+        fetch_bytes(rest + LANES * here.low_row, here.low_row)
         if r >= rows:
             clear(to, keys)
         elif fmt == FMT_F32:
@@ -217,9 +205,6 @@ def encode_rows(
     high, low = here.high + first * here.high_row, here.low + first * here.low_row
     for r in range(rows):
         source, top, rest = block + r * row, high + r * here.high_row, low + r * here.low_row
-        # the same row of the next 16: it is decoded when these are done
-        fetch_bytes(top + LANES * here.high_row, here.high_row)
-        fetch_bytes(rest + LANES * here.low_row, here.low_row)
         if fmt == FMT_F32:
             _encode_f32(source, top, rest, keys)
         elif fmt == FMT_BF16:

@@ -11,13 +11,12 @@ What a fold writes depends on the planes, the entries and their boundary only, n
 
 from __future__ import annotations
 
-from replayssm.ops.cpu.common import IS_BF16, copy_in, load_as, width
+from replayssm.ops.cpu.common import IS_BF16, clear, copy_in, load_as, width
 from replayssm.ops.cpu.encode import (
     collect_amax,
     decode_rows,
     encode_rows,
-    renew_columns,
-    store_amax,
+    set_columns,
 )
 from replayssm.ops.cpu.layout import Geometry, HeadAt, Scratch
 from replayssm.ops.cpu.read import dots_scratch
@@ -38,7 +37,6 @@ from replayssm.ops.cpu.vector import (
 )
 
 ONE = single(1.0)
-GENERATIONS = 3
 # bytes of 16 written values
 VALUES = 4 * LANES
 
@@ -160,15 +158,13 @@ def fold_window(
 
     Their keys, decays and strengths are gathered, behind ``done`` others; v is in the ring.
     """
-    n, row, cycle = stop - position, at.key_row, stop // at.window
+    n, row = stop - position, at.key_row
     keys = s.keys + done * row
     decay = s.decay + done * (row if at.per_channel else 4)
     strength = s.strength + 4 * done
     if at.is_scaled:
-        old = here.columns + (position // at.window) % GENERATIONS * here.columns_generation
-        copy_in(s.column, old, IS_BF16, at.key_dim)
-        new = here.columns + cycle % GENERATIONS * here.columns_generation
-        renew_columns(new, s.inverse, s.amax, at.key_dim)
+        copy_in(s.column, here.columns, IS_BF16, at.key_dim)
+        clear(s.amax, at.key_dim)
     seen_keys, written_keys = keys, keys
     if at.per_channel:
         prepare_channel(at, s, keys, decay, strength, n)
@@ -177,18 +173,22 @@ def fold_window(
         prepare_scalar(at, s, keys, decay, strength, n)
     for r in range(0, at.value_dim, LANES):
         rows = min(LANES, at.value_dim - r)
-        decode_rows(at, here, s.column, r, rows, s.block)
+        block = s.block + (r * row if at.is_scaled else 0)
+        decode_rows(at, here, s.column, r, rows, block)
         if at.is_delta:
-            dots_scratch(s.block, row, 0, 0, LANES, seen_keys, row, n, at.key_dim, s.values, VALUES)
+            dots_scratch(block, row, 0, 0, LANES, seen_keys, row, n, at.key_dim, s.values, VALUES)
         v = here.v + r * width(here.kind)
         written_values(at, s, v, here, position % at.ring_len, strength, n, rows)
-        update_rows(s.block, s.total, written_keys, s.values, n, row)
+        update_rows(block, s.total, written_keys, s.values, n, row)
         if at.is_scaled:
-            collect_amax(s.amax, s.block, rows, row)
-        encode_rows(at, here, s.inverse, r, rows, s.block)
+            collect_amax(s.amax, block, rows, row)
+        else:
+            encode_rows(at, here, s.inverse, r, rows, block)
     if at.is_scaled:
-        collecting = here.columns + (cycle + 1) % GENERATIONS * here.columns_generation
-        store_amax(collecting, s.amax, at.key_dim)
+        set_columns(here.columns, s.inverse, s.amax, at.key_dim)
+        for r in range(0, at.value_dim, LANES):
+            rows = min(LANES, at.value_dim - r)
+            encode_rows(at, here, s.inverse, r, rows, s.block + r * row)
 
 
 @device

@@ -41,6 +41,8 @@ CODE = {
 }
 # value heads of one key head that share a work item: their keys are gathered once
 HEADS_PER_ITEM = 8
+# queries that are pulled back together: an entry is loaded once for all of them
+GROUP = 4
 
 
 class Geometry(NamedTuple):
@@ -64,7 +66,7 @@ class Geometry(NamedTuple):
 
 
 class PlanesAt(NamedTuple):
-    """Planes and scales; strides over slots, heads, rows (columns: slots, generations, heads)."""
+    """Planes and scales; strides over slots, heads, rows (columns: slots, heads)."""
 
     high: int
     high_slot: int
@@ -79,7 +81,6 @@ class PlanesAt(NamedTuple):
     scale_head: int
     columns: int
     columns_slot: int
-    columns_generation: int
     columns_head: int
 
 
@@ -150,7 +151,6 @@ class HeadAt(NamedTuple):
     low_row: int
     scale: int
     columns: int
-    columns_generation: int
     v: int
     v_entry: int
     g: int
@@ -163,8 +163,9 @@ class HeadAt(NamedTuple):
 class Scratch(NamedTuple):
     """One thread's scratch: byte offsets in the launcher, addresses inside kernels.
 
-    N entries are at most the ring's length, W a window, T tokens of a block; all fp32, rows in
-    whole lanes. Where a head has one decay, ``decay``, ``before`` and ``after`` hold one an entry.
+    N entries are at most the ring's length, W a window, T tokens of a block, in whole groups of
+    queries for x, c and y; all fp32, rows in whole lanes. Where a head has one decay, ``decay``,
+    ``before`` and ``after`` hold one an entry.
     """
 
     keys: int  # [N, K] keys of the entries, oldest first
@@ -180,11 +181,13 @@ class Scratch(NamedTuple):
     after: int  # [W, K] k_s decayed by the entries behind s
     lower: int  # [W, W] row t: what every entry s > t sees of entry t
     values: int  # [W, 16] written values of 16 rows
-    block: int  # [16, K] 16 decoded rows
+    block: int  # [16, K] 16 decoded rows; [V, K] where column scales wait for all of them
     total: int  # [K] decay of the whole window
     column: int  # [K] column scales that are read
     inverse: int  # [K] reciprocals of the column scales that are written
-    amax: int  # [K] column amax being collected
+    amax: int  # [K] column amax of the rows so far
+    spare: int  # [K] takes what a query that does not see an entry would have got
+    exact: int  # exact mode: as StandardAt, for N tokens
 
 
 class StandardAt(NamedTuple):
@@ -242,24 +245,33 @@ def geometry_of(spec: StorageSpec) -> Geometry:
 
 
 @lru_cache
-def scratch_of(at: Geometry, tokens: int) -> tuple[Scratch, int]:
-    """Lay out one thread's scratch; return the offsets and the bytes in all."""
+def scratch_of(at: Geometry, tokens: int, exact: int = 0) -> tuple[Scratch, int]:
+    """Lay out one thread's scratch; return the offsets and the bytes in all.
+
+    ``exact`` is what exact mode adds, in bytes.
+    """
     entries, window, key = at.ring_len, at.window, at.key_row
     gates = (entries * key, window * key, window * key)
     if not at.per_channel:
         gates = (at.entry_row, at.window_row, at.window_row)
+    rows = -(-at.value_dim // LANES) * LANES if at.is_scaled else LANES
+    grouped = -(-tokens // GROUP) * GROUP
     sizes = (
         entries * key,
         gates[0],
         at.entry_row,
-        *[tokens * key] * 2,
-        *[tokens * at.entry_row] * 2,
-        *[tokens * at.value_row] * 2,
+        tokens * key,
+        grouped * key,
+        tokens * at.entry_row,
+        grouped * at.entry_row,
+        grouped * at.value_row,
+        tokens * at.value_row,
         *gates[1:],
         window * at.window_row,
         window * 4 * LANES,
-        LANES * key,
-        *[key] * 4,
+        rows * key,
+        *[key] * 5,
+        exact,
     )
     *offsets, end = _offsets(sizes)
     return Scratch._make(offsets), end
@@ -283,7 +295,7 @@ def _at(x: Tensor | None, dims: int) -> tuple[int, ...]:
 def planes_at(store: LayerStore) -> PlanesAt:
     """Locate a store's planes and scales."""
     return PlanesAt._make(
-        (*_at(store.high, 3), *_at(store.low, 3), *_at(store.row_scale, 2), *_at(store.columns, 3))
+        (*_at(store.high, 3), *_at(store.low, 3), *_at(store.row_scale, 2), *_at(store.columns, 2))
     )
 
 
@@ -294,9 +306,11 @@ def rings_at(store: LayerStore) -> RingsAt:
 
 
 def readable(x: Tensor, dims: int) -> Tensor:
-    """Return x itself, or a copy where a kernel could not read it: fp64, or a strided last dim."""
-    if x.dtype not in KIND:
-        x = x.float()
+    """Return x itself, or a copy where a kernel could not read it: fp64, or a strided last dim.
+
+    A negated view counts as one: torch negates it when it is read.
+    """
+    x = x.resolve_neg() if x.dtype in KIND else x.float()
     return x.contiguous() if x.ndim > dims and x.stride(-1) != 1 else x
 
 
@@ -310,9 +324,25 @@ def block_at(block: Block, out: Tensor) -> tuple[BlockAt, list[Tensor]]:
 def standard_at(state: Tensor, block: Block, write: Write) -> tuple[StandardAt, int]:
     """Locate a standard state and lay out one thread's scratch; also return its bytes."""
     _, value_heads, value_dim, key_dim = state.shape
-    tokens, key, value = block.tokens, row_bytes(key_dim), row_bytes(value_dim)
+    heads = (block.q.shape[2], value_heads, key_dim, value_dim)
+    rows = (row_bytes(key_dim), row_bytes(value_dim))
+    kinds = (int(write is Write.DELTA), int(block.g.ndim == 4))
+    offsets, size = _token_offsets(block.tokens, *rows)
+    return StandardAt._make(
+        (*heads, *rows, *kinds, *_at(state, 3), KIND[state.dtype], *offsets)
+    ), size
+
+
+@lru_cache
+def exact_at(at: Geometry) -> tuple[StandardAt, int]:
+    """Lay out exact mode's scratch for one head whose rows are decoded; also return its bytes."""
+    rows, kinds = (at.key_row, at.value_row), (at.is_delta, at.per_channel)
+    state = (0, 0, 0, at.key_row, IS_F32)
+    offsets, size = _token_offsets(at.ring_len, *rows)
+    return StandardAt._make((1, 1, at.key_dim, at.value_dim, *rows, *kinds, *state, *offsets)), size
+
+
+def _token_offsets(tokens: int, key: int, value: int) -> tuple[list[int], int]:
     sizes = (*[tokens * key] * 4, tokens * value, row_bytes(2 * tokens), tokens * value, 4 * LANES)
     *offsets, end = _offsets(sizes)
-    heads = (block.q.shape[2], value_heads, key_dim, value_dim, key, value)
-    kinds = (int(write is Write.DELTA), int(block.g.ndim == 4))
-    return StandardAt._make((*heads, *kinds, *_at(state, 3), KIND[state.dtype], *offsets)), end
+    return offsets, end

@@ -1,79 +1,67 @@
-"""The pull-back: a query carried through the entries of one head to the checkpoint.
+"""The pull-back: queries carried through the entries of one head to the checkpoint.
 
-Works on gathered entries; reads each entry's v once from the ring and writes scratch only.
+Works on gathered entries and writes scratch only. The entries behind the checkpoint are ``past``
+committed ones, then the nodes of the block; a query walks its own ancestors among those, then all
+of the past. What else is in the block is not looked at.
 """
 
 from __future__ import annotations
 
-from replayssm.ops.cpu.common import FMT_Q24, IS_BF16, copy_out, load_as, width
-from replayssm.ops.cpu.encode import UNIT_Q16, UNIT_Q24
-from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, Scratch
-from replayssm.ops.cpu.read import dots_scratch, read_rows
+from typing import TYPE_CHECKING
+
+from replayssm.ops.cpu.layout import GROUP, Geometry, Scratch
+from replayssm.ops.cpu.read import dots_scratch
 from replayssm.ops.cpu.vector import (
     LANES,
-    add,
+    Vec,
     device,
     fma,
     get,
+    inlined,
     load,
-    load_some,
     mul,
     put,
     single,
     splat,
     store,
     total,
+    totals4,
     zero,
 )
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Parents = NDArray[np.int64]
+
 ONE = single(1.0)
-GENERATIONS = 3
+
+
+@inlined
+def before(parents: Parents, row: int, past: int, entry: int) -> int:
+    """Return the entry that an entry continues, -1 for the checkpoint."""
+    return past + parents[row, entry - past] if entry >= past else entry - 1
 
 
 @device
 def pull_additive(
-    x: int, q: int, decay: int, strength: int, match: int, c: int, n: int, row: int
+    at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, token: int
 ) -> None:
     """Pull one query back through additive entries with one decay a head.
 
-    ``match`` holds ``k_j . q``, which all value heads of a key head share.
+    ``s.matches`` holds ``k_j . q``, which all value heads of a key head share.
     """
-    run = ONE
-    for j in range(n - 1, -1, -1):
+    strength, decay = s.strength + 4 * skip, s.decay + 4 * skip
+    match, c = s.matches + token * at.entry_row + 4 * skip, s.c + token * at.entry_row
+    run, j = ONE, past + token
+    while j >= 0:
         put(c + 4 * j, get(strength + 4 * j) * run * get(match + 4 * j))
         run = run * get(decay + 4 * j)
-    factor = splat(run)
-    for i in range(0, row, 4 * LANES):
+        j = before(parents, row, past, j)
+    factor, x, q = splat(run), s.x + token * at.key_row, s.queries + token * at.key_row
+    for i in range(0, at.key_row, 4 * LANES):
         store(x + i, mul(factor, load(q + i)))
-
-
-@device
-def pull_serial(
-    at: Geometry, x: int, q: int, keys: int, decay: int, strength: int, c: int, n: int
-) -> None:
-    """Pull one query back entry by entry: delta writes, or one decay per key channel."""
-    row = at.key_row
-    for i in range(0, row, 4 * LANES):
-        store(x + i, load(q + i))
-    for j in range(n - 1, -1, -1):
-        key = keys + j * row
-        a = zero()
-        for i in range(0, row, 4 * LANES):
-            a = fma(load(key + i), load(x + i), a)
-        match = get(strength + 4 * j) * total(a)
-        put(c + 4 * j, match)
-        back = splat(-match)
-        one = splat(ONE)
-        if not at.per_channel:
-            one = splat(get(decay + 4 * j))
-        for i in range(0, row, 4 * LANES):
-            new = load(x + i)
-            if at.is_delta:
-                new = fma(back, load(key + i), new)
-            if at.per_channel:
-                store(x + i, mul(load(decay + j * row + i), new))
-            else:
-                store(x + i, mul(one, new))
 
 
 @device
@@ -85,88 +73,141 @@ def match_keys(at: Geometry, s: Scratch, n: int, tokens: int) -> None:
     )  # fmt: skip
 
 
-@device
-def entry_part(at: Geometry, here: HeadAt, y: int, c: int, first: int, n: int) -> None:
-    """Write ``sum_j c_j v_j`` over ring entries, newest first."""
-    size, values = width(here.kind), at.value_dim
-    newest = first + n - 1
-    newest = newest - at.ring_len if newest >= at.ring_len else newest
-    for i in range(0, values, LANES):
-        a = zero()
-        index = newest
-        for j in range(n - 1, -1, -1):
-            v = load_as(here.v + index * here.v_entry + size * i, here.kind, values - i)
-            a = fma(splat(get(c + 4 * j)), v, a)
-            index = at.ring_len - 1 if index == 0 else index - 1
-        store(y + 4 * i, a)
+@inlined
+def copy_row(to: int, source: int, row: int) -> None:
+    """Copy one row of scratch."""
+    for i in range(0, row, 4 * LANES):
+        store(to + i, load(source + i))
+
+
+@inlined
+def carry(at: Geometry, x: Vec, key: Vec, back: Vec, gate: Vec) -> Vec:
+    """Return 16 lanes of ``D (x - c k)``, or ``D x`` for additive writes; ``back`` is -c."""
+    new = x
+    if at.is_delta:
+        new = fma(back, key, new)
+    return mul(gate, new)
 
 
 @device
-def scale_queries(at: Geometry, s: Scratch, columns: int, tokens: int) -> None:
-    """Multiply pulled-back queries by column scales."""
-    for i in range(0, at.key_dim, LANES):
-        column = load_as(columns + 2 * i, IS_BF16, at.key_dim - i)
-        for t in range(tokens):
-            x = s.x + t * at.key_row + 4 * i
-            store(x, mul(load(x), column))
+def pull_one(
+    at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, token: int
+) -> None:
+    """Pull one query back entry by entry: delta writes, or one decay per key channel."""
+    step, strength = at.key_row, s.strength + 4 * skip
+    keys, decay = s.keys + skip * step, s.decay + skip * (step if at.per_channel else 4)
+    x, c, j = s.x + token * step, s.c + token * at.entry_row, past + token
+    copy_row(x, s.queries + token * step, step)
+    while j >= 0:
+        key, a, gate = keys + j * step, zero(), splat(ONE)
+        for i in range(0, step, 4 * LANES):
+            a = fma(load(key + i), load(x + i), a)
+        match = get(strength + 4 * j) * total(a)
+        put(c + 4 * j, match)
+        back = splat(-match)
+        if not at.per_channel:
+            gate = splat(get(decay + 4 * j))
+        for i in range(0, step, 4 * LANES):
+            if at.per_channel:
+                gate = load(decay + j * step + i)
+            store(x + i, carry(at, load(x + i), load(key + i), back, gate))
+        j = before(parents, row, past, j)
 
 
 @device
-def finish(out: int, kind: int, sums: int, y: int, scale: int, unit: float, values: int) -> None:
-    """Write ``out = S_0 x (row scale) + sum_j c_j v_j``; ``scale`` 0 means there is none."""
-    for i in range(0, values, LANES):
-        part = load(sums + 4 * i)
-        if scale:
-            part = mul(part, mul(load_some(scale + 4 * i, values - i), splat(unit)))
-        store(y + 4 * i, add(part, load(y + 4 * i)))
-    copy_out(out, kind, y, values)
-
-
-@device
-def read_head(
+def pass_entry(
     at: Geometry,
     s: Scratch,
-    here: HeadAt,
-    blk: BlockAt,
-    out: int,
-    position: int,
-    skip: int,
-    past: int,
-    length: int,
-    is_full: int,
+    entry: int,
+    x: int,
+    to: tuple[int, int, int, int],
+    c: tuple[int, int, int, int],
 ) -> None:
-    """Write the outputs of one head: pull back every query, read the planes once, add the entries.
+    """Carry four queries back over one gathered entry, each with the operations of a single one.
 
-    Args:
-        at: Geometry.
-        s: Scratch with gathered entries, queries and, where they are shared, matches.
-        here: The head.
-        blk: The block, for the strides and element type of its outputs.
-        out: Address of the head's first output.
-        position: Where the head stands.
-        skip: Gathered entries that are already folded.
-        past: Entries after those, before the block's own.
-        length: Tokens of the block.
-        is_full: Whether both planes are read.
+    ``x`` is the first of four consecutive rows; results and coefficients go to ``to`` and ``c``.
     """
-    keys, strength = s.keys + skip * at.key_row, s.strength + 4 * skip
-    decay = s.decay + skip * (at.key_row if at.per_channel else 4)
-    for t in range(length):
-        x, q, c = s.x + t * at.key_row, s.queries + t * at.key_row, s.c + t * at.entry_row
-        n = past + t + 1
-        if at.is_delta or at.per_channel:
-            pull_serial(at, x, q, keys, decay, strength, c, n)
+    step, w = at.key_row, get(s.strength + 4 * entry)
+    key, y, z, u = s.keys + entry * step, x + step, x + 2 * step, x + 3 * step
+    p, q, r, t = zero(), zero(), zero(), zero()
+    for i in range(0, step, 4 * LANES):
+        k = load(key + i)
+        p, q = fma(k, load(x + i), p), fma(k, load(y + i), q)
+        r, t = fma(k, load(z + i), r), fma(k, load(u + i), t)
+    totals4(s.spare, p, q, r, t)
+    a, b = w * get(s.spare), w * get(s.spare + 4)
+    d, e = w * get(s.spare + 8), w * get(s.spare + 12)
+    put(c[0], a)
+    put(c[1], b)
+    put(c[2], d)
+    put(c[3], e)
+    p, q, r, t = splat(-a), splat(-b), splat(-d), splat(-e)
+    gates, gate = s.decay + entry * step, splat(ONE)
+    if not at.per_channel:
+        gate = splat(get(s.decay + 4 * entry))
+    for i in range(0, step, 4 * LANES):
+        k = load(key + i)
+        if at.per_channel:
+            gate = load(gates + i)
+        store(to[0] + i, carry(at, load(x + i), k, p, gate))
+        store(to[1] + i, carry(at, load(y + i), k, q, gate))
+        store(to[2] + i, carry(at, load(z + i), k, r, gate))
+        store(to[3] + i, carry(at, load(u + i), k, t, gate))
+
+
+@device
+def pull_four(
+    at: Geometry,
+    s: Scratch,
+    parents: Parents,
+    row: int,
+    past: int,
+    skip: int,
+    token: int,
+    last: int,
+) -> None:
+    """Pull four queries back together, so that a key is loaded once for all that see it.
+
+    Every turn takes the newest entry that one of them has yet to pass; what the others would get
+    goes to spare memory. Queries behind ``last`` repeat it.
+    """
+    step, wide, no = at.key_row, at.entry_row, s.spare
+    x, c = s.x + token * step, s.c + token * wide
+    e, f = past + token, past + min(token + 1, last)
+    g, h = past + min(token + 2, last), past + min(token + 3, last)
+    for i in range(GROUP):
+        copy_row(x + i * step, s.queries + min(token + i, last) * step, step)
+    j = max(max(e, f), max(g, h))
+    while j >= 0:
+        then, at_c = before(parents, row, past, j), c + 4 * j
+        x_e, x_f, x_g, x_h = no, no, no, no
+        c_e, c_f, c_g, c_h = no, no, no, no
+        if e == j:
+            x_e, c_e, e = x, at_c, then
+        if f == j:
+            x_f, c_f, f = x + step, at_c + wide, then
+        if g == j:
+            x_g, c_g, g = x + 2 * step, at_c + 2 * wide, then
+        if h == j:
+            x_h, c_h, h = x + 3 * step, at_c + 3 * wide, then
+        pass_entry(at, s, skip + j, x, (x_e, x_f, x_g, x_h), (c_e, c_f, c_g, c_h))
+        j = max(max(e, f), max(g, h))
+
+
+@inlined
+def pull_all(
+    at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, length: int
+) -> None:
+    """Fill ``s.x`` and ``s.c``: every query of a block pulled back through its own entries.
+
+    ``skip`` gathered entries are folded already; ``past`` follow before the block's own.
+    """
+    if not at.is_delta and not at.per_channel:
+        for t in range(length):
+            pull_additive(at, s, parents, row, past, skip, t)
+        return
+    for t in range(0, length, GROUP):
+        if length - t == 1:
+            pull_one(at, s, parents, row, past, skip, t)
         else:
-            match = s.matches + t * at.entry_row + 4 * skip
-            pull_additive(x, q, decay, strength, match, c, n, at.key_row)
-        entry_part(at, here, s.y + t * at.value_row, c, position % at.ring_len, n)
-    unit = ONE
-    if at.is_scaled:
-        generation = (position // at.window) % GENERATIONS
-        scale_queries(at, s, here.columns + generation * here.columns_generation, length)
-        if is_full:
-            unit = UNIT_Q24 if at.format == FMT_Q24 else UNIT_Q16
-    read_rows(at, s, here, length, is_full)
-    for t in range(length):
-        to, sums, y = out + t * blk.out_token, s.sums + t * at.value_row, s.y + t * at.value_row
-        finish(to, blk.out_kind, sums, y, here.scale, unit, at.value_dim)
+            pull_four(at, s, parents, row, past, skip, t, length - 1)

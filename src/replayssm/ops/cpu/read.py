@@ -15,8 +15,9 @@ from replayssm.ops.cpu.common import (
     plane_q16,
     plane_q24,
     plane_s32,
+    width,
 )
-from replayssm.ops.cpu.layout import Geometry, HeadAt, Scratch
+from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, Scratch, StandardAt
 from replayssm.ops.cpu.vector import (
     LANES,
     Vec,
@@ -36,11 +37,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Four = tuple[Vec, Vec, Vec, Vec]
+    Eight = tuple[Vec, Vec, Vec, Vec, Vec, Vec, Vec, Vec]
 
 # bytes between what is read and what is fetched: pages are small, and a prefetcher stops at each
-
-AHEAD = 2048
+AHEAD = 4096
 LINE = 64
+# rows between those that are read for several queries and those that are fetched
+FAR = 16
 
 
 @device
@@ -50,44 +53,96 @@ def fetch_bytes(address: int, nbytes: int) -> None:
         prefetch(address + line)
 
 
-def make_dots(
-    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int = 0
-) -> Callable[[int, int, int, int, int, int, int, int, int, int, int], None]:
-    """Return ``dots`` for one way of reading planes, of so many bytes an element (0: cached).
+@device
+def fetch_inputs(at: Geometry | StandardAt, blk: BlockAt, row: int, head: int) -> None:
+    """Fetch what a head reads of the block, and where its outputs go, while another is computed."""
+    key_head = head // (at.value_heads // at.key_heads)
+    for t in range(blk.tokens):
+        k = blk.k + row * blk.k_row + t * blk.k_token + key_head * blk.k_head
+        q = blk.q + row * blk.q_row + t * blk.q_token + key_head * blk.q_head
+        v = blk.v + row * blk.v_row + t * blk.v_token + head * blk.v_head
+        g = blk.g + row * blk.g_row + t * blk.g_token + head * blk.g_head
+        out = blk.out + row * blk.out_row + t * blk.out_token + head * blk.out_head
+        fetch_bytes(k, width(blk.k_kind) * at.key_dim)
+        fetch_bytes(q, width(blk.q_kind) * at.key_dim)
+        fetch_bytes(v, width(blk.v_kind) * at.value_dim)
+        fetch_bytes(g, width(blk.g_kind) * (at.key_dim if at.per_channel else 1))
+        prefetch(blk.w + row * blk.w_row + t * blk.w_token + head * blk.w_head)
+        fetch_bytes(out, width(blk.out_kind) * at.value_dim)
 
-    Every result has one accumulator, fed with key chunks in ascending order, whatever the tile: so
-    a result does not depend on the number of rows or queries beside it.
+
+def make_lines(
+    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
+) -> tuple[Callable[..., Vec], Callable[..., None]]:
+    """Return (one row, eight rows) times one query.
+
+    Eight rows go through the same key chunk before the next, so they share its load.
     """
 
     @inlined
     def fetch(high: int, low: int, i: int) -> None:
-        # once a line; a remainder of the modulo is known when the loop is unrolled
+        # once a line; a size of 0 removes the branch
         if high_size and i * high_size % LINE == 0:
             prefetch(high + AHEAD + high_size * i)
         if low_size and i * low_size % LINE == 0:
             prefetch(low + AHEAD + low_size * i)
 
+    # rows that are read together are passed sooner than AHEAD bytes are fetched
+    @inlined
+    def fetch_far(high: int, step: int, low: int, rest: int, i: int) -> None:
+        for r in range(4):
+            if high_size and i * high_size % LINE == 0:
+                prefetch(high + (FAR + r) * step + high_size * i)
+            if low_size and i * low_size % LINE == 0:
+                prefetch(low + (FAR + r) * rest + low_size * i)
+
     @inlined
     def one(high: int, low: int, x: int, keys: int) -> Vec:
-        a, whole = zero(), keys // LANES * LANES
-        for i in range(0, whole, LANES):
-            fetch(high, low, i)
-            a = fma(plane(high, low, i, LANES), load(x + 4 * i), a)
-        if whole < keys:
-            a = fma(plane(high, low, whole, keys - whole), load(x + 4 * whole), a)
+        a = zero()
+        for i in range(0, keys, LANES):
+            a = fma(plane(high, low, i, keys - i), load(x + 4 * i), a)
         return a
+
+    @inlined
+    def chunk(high: int, step: int, low: int, rest: int, x: Vec, i: int, n: int, s: Eight) -> Eight:
+        a, b, c, d, e, f, g, h = s
+        a = fma(plane(high, low, i, n), x, a)
+        b = fma(plane(high + step, low + rest, i, n), x, b)
+        c = fma(plane(high + 2 * step, low + 2 * rest, i, n), x, c)
+        d = fma(plane(high + 3 * step, low + 3 * rest, i, n), x, d)
+        e = fma(plane(high + 4 * step, low + 4 * rest, i, n), x, e)
+        f = fma(plane(high + 5 * step, low + 5 * rest, i, n), x, f)
+        g = fma(plane(high + 6 * step, low + 6 * rest, i, n), x, g)
+        h = fma(plane(high + 7 * step, low + 7 * rest, i, n), x, h)
+        return a, b, c, d, e, f, g, h
 
     @device
     def eight_rows(high: int, step: int, low: int, rest: int, x: int, keys: int, to: int) -> None:
-        a = one(high, low, x, keys)
-        b = one(high + step, low + rest, x, keys)
-        c = one(high + 2 * step, low + 2 * rest, x, keys)
-        d = one(high + 3 * step, low + 3 * rest, x, keys)
-        e = one(high + 4 * step, low + 4 * rest, x, keys)
-        f = one(high + 5 * step, low + 5 * rest, x, keys)
-        g = one(high + 6 * step, low + 6 * rest, x, keys)
-        h = one(high + 7 * step, low + 7 * rest, x, keys)
-        totals8(to, a, b, c, d, e, f, g, h)
+        o, whole = zero(), keys // LANES * LANES
+        s = (o, o, o, o, o, o, o, o)
+        for i in range(0, whole, LANES):
+            for r in range(8):
+                fetch(high + r * step, low + r * rest, i)
+            s = chunk(high, step, low, rest, load(x + 4 * i), i, LANES, s)
+        if whole < keys:
+            s = chunk(high, step, low, rest, load(x + 4 * whole), whole, keys - whole, s)
+        totals8(to, s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7])
+
+    return one, eight_rows
+
+
+def make_tile(
+    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
+) -> Callable[..., None]:
+    """Return four rows times four queries."""
+
+    @inlined
+    def fetch_far(high: int, step: int, low: int, rest: int, i: int) -> None:
+        for r in range(4):
+            if high_size and i * high_size % LINE == 0:
+                prefetch(high + (FAR + r) * step + high_size * i)
+            if low_size and i * low_size % LINE == 0:
+                prefetch(low + (FAR + r) * rest + low_size * i)
 
     @inlined
     def four(row: Vec, p: Vec, q: Vec, r: Vec, s: Vec, sums: Four) -> Four:
@@ -106,6 +161,7 @@ def make_dots(
         n: int,
         sums: tuple[Four, Four, Four, Four],
     ) -> tuple[Four, Four, Four, Four]:
+        fetch_far(high, step, low, rest, i)
         at = x + 4 * i
         p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
         a, b, c, d = sums
@@ -138,6 +194,20 @@ def make_dots(
         totals4(to + to_step, a[1], b[1], c[1], d[1])
         totals4(to + 2 * to_step, a[2], b[2], c[2], d[2])
         totals4(to + 3 * to_step, a[3], b[3], c[3], d[3])
+
+    return four_by_four
+
+
+def make_dots(
+    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int = 0
+) -> Callable[[int, int, int, int, int, int, int, int, int, int, int], None]:
+    """Return ``dots`` for one way of reading planes, of so many bytes an element (0: cached).
+
+    Every result has one accumulator, fed with key chunks in ascending order, whatever the tile: so
+    a result does not depend on the number of rows or queries beside it.
+    """
+    one, eight_rows = make_lines(plane, high_size, low_size)
+    four_by_four = make_tile(plane, high_size, low_size)
 
     @device
     def dots(

@@ -16,6 +16,7 @@ from replayssm.ops.cpu.entries import (
     gather_keys,
     zero_outputs,
 )
+from replayssm.ops.cpu.exact import run_exactly
 from replayssm.ops.cpu.fold import fold_head
 from replayssm.ops.cpu.layout import (
     HEADS_PER_ITEM,
@@ -25,8 +26,11 @@ from replayssm.ops.cpu.layout import (
     PlanesAt,
     RingsAt,
     Scratch,
+    StandardAt,
 )
-from replayssm.ops.cpu.pullback import match_keys, read_head
+from replayssm.ops.cpu.outputs import read_head
+from replayssm.ops.cpu.pullback import match_keys
+from replayssm.ops.cpu.read import fetch_bytes, fetch_inputs
 from replayssm.ops.cpu.vector import device
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Counts = NDArray[np.int64]
+    Parents = NDArray[np.int64]
 
 # rows of ``counts``
 SLOT, BASE, FOLDED, COMMITTED, LENGTH, IS_FULL = range(6)
@@ -55,7 +60,6 @@ def head_at(planes: PlanesAt, rings: RingsAt, slot: int, head: int) -> HeadAt:
         planes.low_row,
         planes.scale + slot * planes.scale_slot + head * planes.scale_head,
         planes.columns + slot * planes.columns_slot + head * planes.columns_head,
-        planes.columns_generation,
         rings.v + slot * rings.v_slot + head * rings.v_head,
         rings.v_entry,
         rings.g + slot * rings.g_slot + head * rings.g_head,
@@ -88,6 +92,8 @@ def scratch_at(s: Scratch, base: int) -> Scratch:
         base + s.column,
         base + s.inverse,
         base + s.amax,
+        base + s.spare,
+        base + s.exact,
     )
 
 
@@ -104,19 +110,24 @@ def fetch_next(
     at: Geometry,
     planes: PlanesAt,
     rings: RingsAt,
+    blk: BlockAt,
     counts: Counts,
     row: int,
     head: int,
     is_new_row: int,
 ) -> None:
-    """Fetch what the next head of this thread reads."""
+    """Fetch the small pieces that the next head of this thread reads."""
     slot = counts[SLOT, row]
     if slot >= 0:
-        start = folded_to(at, counts[BASE, row], counts[FOLDED, row])
+        base, committed = counts[BASE, row], counts[COMMITTED, row]
+        start = folded_to(at, base, counts[FOLDED, row])
         # the entries that will be appended too: their lines are read before they are written
-        n = max(counts[COMMITTED, row] - start, 0) + counts[LENGTH, row]
+        n = max(committed - start, 0) + counts[LENGTH, row]
         here = head_at(planes, rings, slot, head)
         fetch_head(at, planes, rings, here, slot, head, start, n, is_new_row)
+        fetch_inputs(at, blk, row, head)
+        if at.is_scaled:
+            fetch_bytes(here.columns, 2 * at.key_dim)
 
 
 @device
@@ -153,6 +164,8 @@ def run_item(
     blk: BlockAt,
     s: Scratch,
     counts: Counts,
+    parents: Parents,
+    own: StandardAt | None,
     row: int,
     unit: int,
     then_row: int,
@@ -181,20 +194,23 @@ def run_item(
     gather_row(at, rings, blk, s, row, slot, key_head, start, known, length)
     for h in range(head, stop_head):
         if h + 1 < stop_head:
-            fetch_next(at, planes, rings, counts, row, h + 1, 0)
+            fetch_next(at, planes, rings, blk, counts, row, h + 1, 0)
         elif then_row >= 0:
-            fetch_next(
-                at, planes, rings, counts, then_row, first_head(at, then_unit), then_row != row
-            )
+            then_head, is_new = first_head(at, then_unit), then_row != row
+            fetch_next(at, planes, rings, blk, counts, then_row, then_head, is_new)
         here = head_at(planes, rings, slot, h)
         append_values(at, here, blk, row, h, first, length)
-        gather_gates(at, s, here, start % at.ring_len, known + length)
-        fold_head(at, s, here, start, position)
-        if has_block:
-            out = blk.out + row * blk.out_row + h * blk.out_head
+        out = blk.out + row * blk.out_row + h * blk.out_head
+        if own is not None:
+            ring = start % at.ring_len
+            run_exactly(at, own, s, here, blk, out, parents, row, ring, skip, known, length)
+        else:
+            gather_gates(at, s, here, start % at.ring_len, known + length)
+            fold_head(at, s, here, start, position)
             if length:
-                is_full = counts[IS_FULL, row]
-                read_head(at, s, here, blk, out, position, skip, past, length, is_full)
+                full = counts[IS_FULL, row]
+                read_head(at, s, here, blk, out, parents, row, position, skip, past, length, full)
+        if has_block:
             zero_outputs(at, blk, row, h, length)
 
 
@@ -206,6 +222,8 @@ def run_share(
     blk: BlockAt,
     s: Scratch,
     counts: Counts,
+    parents: Parents,
+    own: StandardAt | None,
     share: int,
     shares: int,
     has_block: int,
@@ -219,7 +237,7 @@ def run_share(
     if per_row < shares:
         for item in range(share, rows * per_row, shares):
             row, unit = item // per_row, item % per_row
-            run_item(at, planes, rings, blk, s, counts, row, unit, -1, 0, has_block)
+            run_item(at, planes, rings, blk, s, counts, parents, own, row, unit, -1, 0, has_block)
         return
     for row in range(rows):
         part, then = (share + row) % shares, (share + row + 1) % shares
@@ -230,8 +248,20 @@ def run_share(
                 then_row = row + 1 if row + 1 < rows else -1
                 then_unit = per_row * then // shares
             run_item(
-                at, planes, rings, blk, s, counts, row, unit, then_row, then_unit, has_block
-            )  # fmt: skip
+                at,
+                planes,
+                rings,
+                blk,
+                s,
+                counts,
+                parents,
+                own,
+                row,
+                unit,
+                then_row,
+                then_unit,
+                has_block,
+            )
 
 
 @device
@@ -254,13 +284,16 @@ def run_serial(
     s: Scratch,
     base: int,
     counts: Counts,
+    parents: Parents,
+    own: StandardAt | None,
     has_block: int,
 ) -> None:
     """Run a call in the calling thread.
 
     ``counts`` is ``[6, B]``: slots, base, folded, committed, lengths and whether a read is full.
+    ``parents`` is ``[B, T]``, of chains too. ``own`` is where exact mode prepares entries, or None.
     """
-    run_share(at, planes, rings, blk, scratch_at(s, base), counts, 0, 1, has_block)
+    run_share(at, planes, rings, blk, scratch_at(s, base), counts, parents, own, 0, 1, has_block)
     if has_block:
         run_keys(at, rings, blk, counts, 0, 1)
 
@@ -275,6 +308,8 @@ def run_parallel(
     base: int,
     size: int,
     counts: Counts,
+    parents: Parents,
+    own: StandardAt | None,
     has_block: int,
     shares: int,
 ) -> None:
@@ -285,7 +320,7 @@ def run_parallel(
     """
     for share in numba.prange(shares):
         mine = scratch_at(s, base + share * size)
-        run_share(at, planes, rings, blk, mine, counts, share, shares, has_block)
+        run_share(at, planes, rings, blk, mine, counts, parents, own, share, shares, has_block)
     if has_block:
         for share in numba.prange(shares):
             run_keys(at, rings, blk, counts, share, shares)

@@ -251,11 +251,6 @@ def _at_least(builder: Any, a: Any, limit: Any) -> Any:  # noqa: ANN401
     return builder.select(builder.fcmp_ordered("<", a, bottom), bottom, a)
 
 
-def _positive_or(builder: Any, a: Any, other: Any) -> Any:  # noqa: ANN401
-    is_positive = builder.fcmp_ordered(">", a, constant(F32, 0.0))
-    return builder.select(is_positive, a, splat_value(builder, other, F32))
-
-
 def _prefetch(builder: Any, address: Any) -> None:  # noqa: ANN401
     pointer = builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
     word = ir.IntType(32)
@@ -286,7 +281,6 @@ largest: Callable[[Vec, Vec], Vec] = define(vec, (vec, vec), _max_bits)
 finite_or_zero: Callable[[Vec], Vec] = define(vec, (vec,), _finite_or_zero)
 at_most: Callable[[Vec, float], Vec] = define(vec, (vec, f32), _at_most)
 at_least: Callable[[Vec, float], Vec] = define(vec, (vec, f32), _at_least)
-positive_or: Callable[[Vec, float], Vec] = define(vec, (vec, f32), _positive_or)
 largest_bits: Callable[[Vec], int] = define(types.uint32, (vec,), _largest_bits)
 total: Callable[[Vec], float] = define(f32, (vec,), _total)
 # store the totals of 4, 8 or 16 vectors as that many consecutive floats
