@@ -48,7 +48,6 @@ class Decoder:
 
         if handle.path != "replay":
             raise ContractError("handle", "a model on the replay path", handle.path)
-        self._handle = handle
         model: Any = handle.model
         self._model = model
         self._config = model.config.get_text_config()
