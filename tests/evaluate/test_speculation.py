@@ -35,37 +35,32 @@ def plain(subject, prompt):
 
 def loop(subject, prompt, name, limit):
     arm = speculation.speculating_arm(Plan("any"))
-    with (
-        drafting.drafting(name, limit, 4) as make,
-        enabled(subject.model, arm, window=4, max_block=limit + 1, keep=limit),
-    ):
-        return drafting.decode(subject.model, prompt, TOKENS, make(), limit)
+    with drafting.drafting(name, limit, 4) as make, enabled(subject.model, arm, window=4) as handle:
+        return drafting.speculate(handle, prompt, TOKENS, make(), limit)
 
 
-@pytest.mark.parametrize("name", [drafting.LOOKUP, drafting.MODEL])
+@pytest.mark.parametrize("name", [drafting.LOOKUP, drafting.TREE, drafting.MODEL])
 @pytest.mark.parametrize("limit", [1, 5])
 def test_drafts_leave_the_tokens_of_plain_decode(subject, prompt, plain, name, limit):
     found = loop(subject, prompt, name, limit)
-    assert found.emitted[:TOKENS] == plain.emitted
+    assert found.emitted == plain.emitted
     assert sum(1 + kept for _, kept in found.rounds) == len(found.emitted) - 1
 
 
 def test_acceptance_is_that_of_an_independent_plain_decode(subject, prompt, plain):
     """Class 102: a verifier that drifts towards its drafter accepts more than plain decode does."""
-    limit, context = 5, [*prompt, plain.emitted[0]]
+    limit, context, rest = 5, [*prompt, plain.emitted[0]], plain.emitted[1:]
     found, drafter = loop(subject, prompt, drafting.LOOKUP, limit), NgramDrafter()
-    rest = plain.emitted[1:]
     for drafted, accepted in found.rounds:
-        if len(rest) <= limit:  # plain decode was not run any further
-            break
-        draft = drafter.propose(context, limit)
+        draft = drafter.propose(context, min(limit, len(rest) - 1))
         assert (len(draft), len(recompute_path(draft, rest))) == (drafted, accepted)
         context, rest = context + rest[: 1 + accepted], rest[1 + accepted :]
+    assert not rest
 
 
 def test_time_is_split_by_tokens():
     """By hand: forwards that emit 1, 3 and 4 tokens, in stretches of two."""
-    made = drafting.Loop([0] * 9, [1.0, 4.0, 6.0], [(3, 0), (3, 2), (3, 3)])
+    made = drafting.Loop([0] * 9, [(3, 0), (3, 2), (3, 3)], [1.0, 4.0, 6.0])
     assert made.spans(8, 2).tolist() == [2.0, 2.0, 1.0, 1.0]
     assert made.spans(8, 8).sum() == made.marks[-1]
 
@@ -73,7 +68,7 @@ def test_time_is_split_by_tokens():
 def test_every_drafter_length_and_way_has_numbers(result):
     found = result.speculation
     assert {(d.drafter, d.drafts) for d in found.drafted} == {
-        (name, n) for name in (drafting.LOOKUP, drafting.MODEL) for n in (1, 3)
+        (name, n) for name in (drafting.LOOKUP, drafting.TREE, drafting.MODEL) for n in (1, 3)
     }
     for d in found.drafted:
         assert d.equal == d.sequences == 2

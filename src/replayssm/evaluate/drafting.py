@@ -1,4 +1,4 @@
-"""Greedy decode with drafts: a verify is one forward, and a crop takes back what was rejected."""
+"""Greedy decode of single sequences, with and without drafts, forward by forward on a clock."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from replayssm.engine.speculative import (
-    AcceptanceStats,
     DraftModel,
+    FixedLength,
     ModelDrafter,
     NgramDrafter,
-    accept_greedy,
+    SpeculativeSession,
 )
 from replayssm.evaluate.arms import Arm
 from replayssm.evaluate.session import Session, enabled
+from replayssm.integrations.speculation import Decoder, Verifier
 from replayssm.models import tiny
 from replayssm.types import Format, ReadDepth
 
@@ -30,8 +31,10 @@ if TYPE_CHECKING:
 
     from replayssm.engine.speculative import Drafter
     from replayssm.evaluate.subject import Subject
+    from replayssm.integrations.transformers import Enabled
 
-LOOKUP, MODEL = "prompt lookup", "draft model"
+LOOKUP, TREE, MODEL = "prompt lookup", "lookup tree", "draft model"
+TREE_WIDTH = 3
 DRAFT_MODEL = "draft-tiny"
 DRAFT_ARM = Arm("draft", "replay", Format.S32, ReadDepth.FULL, "the draft model's own state")
 
@@ -42,15 +45,13 @@ class Loop:
 
     Attributes:
         emitted: Tokens.
-        marks: Time after every forward, from the first pending token on, prefill excluded.
-        rounds: ``(drafted, accepted)`` of every forward.
-        stats: Counts over the rounds.
+        rounds: ``(drafted, accepted)`` of every forward after the prefill.
+        marks: Time after each of them, from the first pending token on, in seconds.
     """
 
-    emitted: list[int]
-    marks: list[float] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    marks: list[float] = field(default_factory=list)
 
     def spans(self, tokens: int, size: int) -> NDArray[np.float64]:
         """Return the time of every ``size`` of the first ``tokens`` tokens after the prefill."""
@@ -59,55 +60,65 @@ class Loop:
         return np.diff(at)
 
 
-def decode(
-    model: PreTrainedModel,
-    prompt: Sequence[int],
-    tokens: int,
-    drafter: Drafter | None = None,
-    limit: int = 0,
-) -> Loop:
-    """Decode greedily; without a drafter one token at a time.
+class _Watched:
+    """A verifier with a clock: notes every round in a loop."""
 
-    Args:
-        model: The model, with an arm enabled that can take back ``limit`` tokens.
-        prompt: Token ids.
-        tokens: Tokens to emit.
-        drafter: A fresh drafter of chains.
-        limit: Most drafts a round.
-    """
+    def __init__(self, verifier: Verifier, loop: Loop) -> None:
+        self._verifier, self._loop = verifier, loop
+        self._drafted, self._start = 0, 0.0
+
+    def prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        logits = self._verifier.prefill(tokens)
+        self._start = time.perf_counter()
+        return logits
+
+    def verify(
+        self, tokens: Sequence[int], parents: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
+        self._drafted = len(tokens) - 1
+        return self._verifier.verify(tokens, parents)
+
+    def commit(self, path: Sequence[int]) -> None:
+        self._verifier.commit(path)
+        self._loop.rounds.append((self._drafted, len(path) - 1))
+        self._loop.marks.append(time.perf_counter() - self._start)
+
+
+def decode(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> Loop:
+    """Decode greedily, one token a forward, with whatever arm is enabled."""
     session = Session(model)
-    first = int(session.feed(_row(prompt), last_only=True)[0, -1].argmax())
-    loop, context = Loop([first]), [*prompt, first]
-    start = time.perf_counter()
+    token = int(session.feed(torch.tensor([prompt]), last_only=True)[0, -1].argmax())
+    loop, start = Loop([token]), time.perf_counter()
     while len(loop.emitted) < tokens:
-        if drafter is None:
-            new = [int(session.feed(_row(context[-1:]))[0, -1].argmax())]
-            loop.rounds.append((0, 0))
-        else:
-            new = _round(session, context, drafter, limit, loop)
-            drafter.observe(new)
-        loop.emitted += new
-        context += new
+        token = int(session.feed(torch.tensor([[token]]))[0, -1].argmax())
+        loop.emitted.append(token)
+        loop.rounds.append((0, 0))
         loop.marks.append(time.perf_counter() - start)
     return loop
 
 
-def _round(
-    session: Session, context: list[int], drafter: Drafter, limit: int, loop: Loop
-) -> list[int]:
-    """Verify one draft, take back what was rejected, and return what was emitted."""
-    draft = drafter.propose(context, limit)
-    logits = session.feed(_row(draft.block_tokens(context[-1]).tolist()))[0]
-    accepted = accept_greedy(logits.numpy(), draft)
-    session.take_back(len(draft) - len(accepted.path))
-    loop.rounds.append((len(draft), len(accepted.path)))
-    loop.stats.record_(draft, accepted)
-    return [int(token) for token in accepted.emitted(draft)]
+def speculate(
+    handle: Enabled, prompt: Sequence[int], tokens: int, drafter: Drafter, limit: int
+) -> Loop:
+    """Decode greedily with drafts.
+
+    Args:
+        handle: The enabled model, on the replay path.
+        prompt: Token ids.
+        tokens: Tokens to emit.
+        drafter: A fresh drafter.
+        limit: Most drafts a round.
+    """
+    loop = Loop()
+    verifier = _Watched(Verifier(handle, max_nodes=limit), loop)
+    session = SpeculativeSession(verifier, drafter, FixedLength(limit))
+    loop.emitted = session.generate(prompt, tokens).tokens
+    return loop
 
 
 def drafters(subject: Subject) -> list[str]:
     """Return the drafters that can serve a model: the bundled draft model writes bytes."""
-    names = [LOOKUP]
+    names = [LOOKUP, TREE]
     if subject.encode is list:
         try:
             tiny.weights_path(DRAFT_MODEL)
@@ -122,22 +133,15 @@ def drafting(name: str, limit: int, window: int) -> Iterator[Callable[[], Drafte
     """Give a maker of fresh drafters, one a sequence; the draft model is loaded once."""
     if name == LOOKUP:
         yield NgramDrafter
-        return
-    model = tiny.load(DRAFT_MODEL)
+    elif name == TREE:
+        depth = max(1, limit // 2)
+        yield lambda: NgramDrafter(width=TREE_WIDTH, depth=depth)
+    else:
+        with enabled(tiny.load(DRAFT_MODEL), DRAFT_ARM, window=window) as handle:
+            yield lambda: ModelDrafter(_draft_model(handle, limit))
+
+
+def _draft_model(handle: Enabled, limit: int) -> DraftModel:
     # a round forwards the last draft of the one before together with the bonus token
-    with enabled(model, DRAFT_ARM, window=window, max_block=2, keep=limit):
-        yield lambda: ModelDrafter(_draft_model(model))
-
-
-def _draft_model(model: PreTrainedModel) -> DraftModel:
-    session = Session(model)
-
-    def step(tokens: Sequence[int]) -> NDArray[np.float32]:
-        logits: NDArray[np.float32] = session.feed(_row(tokens), last_only=True)[0, -1].numpy()
-        return logits
-
-    return DraftModel(step, session.take_back)
-
-
-def _row(tokens: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([list(tokens)])
+    decoder = Decoder(handle, keep=limit, max_block=2)
+    return DraftModel(decoder.step, decoder.rollback)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def enabled(
-    model: PreTrainedModel, arm: Arm | None, *, window: int, max_block: int = 1, keep: int = 0
+    model: PreTrainedModel, arm: Arm | None, *, window: int, max_block: int = 1
 ) -> Iterator[Any]:
     """Enable an arm on a model for the duration; None leaves the model as transformers has it."""
     if arm is None:
@@ -36,7 +36,6 @@ def enabled(
         read=arm.read,
         window=window,
         max_block=max_block,
-        keep=keep,
         self_test=False,
     ) as handle:
         yield handle
@@ -90,12 +89,6 @@ class Session:
         self.position += tokens
         logits: Tensor = out.logits
         return logits.float()
-
-    def take_back(self, tokens: int) -> None:
-        """Take the newest ``tokens`` tokens back, in every layer; the arm has to keep as many."""
-        if tokens:
-            self.cache.crop(-tokens)
-            self.position -= tokens
 
 
 def recurrent_states(session: Session, model: PreTrainedModel) -> list[Tensor]:

@@ -42,7 +42,7 @@ class Drafted:
 
     Attributes:
         drafter: Name.
-        drafts: Most drafts a round.
+        drafts: Most drafts a round, as a chain or a tree.
         rate: Accepted over drafted tokens; None where nothing was drafted.
         kept: Entries kept per verify: 1 + accepted drafts.
         counts: ``counts[n]``: verifies that kept n entries.
@@ -156,7 +156,8 @@ def run(subject: Subject, plan: Plan, tick: Callable[[str], None]) -> Speculatio
     )
     verified = []
     for found in drafted:
-        if any(found.counts):
+        # the other ways verify chains only
+        if found.drafter != drafting.TREE and any(found.counts):
             verified += verifying.measure(
                 found.drafter, found.drafts, found.counts, spec, len(specs), plan
             )
@@ -228,14 +229,14 @@ def _decode(
         tick("plain decode")
         for name in drafting.drafters(subject):
             for n in scope.drafts:
-                block = {"max_block": n + 1, "keep": n}
                 with (
                     drafting.drafting(name, n, scope.window) as make,
-                    enabled(model, arm, window=scope.window, **block),
+                    enabled(model, arm, window=scope.window) as handle,
                 ):
-                    drafting.decode(model, prompts[0], 4, make(), n)
+                    drafting.speculate(handle, prompts[0], 4, make(), n)
                     found[name, n] = [
-                        drafting.decode(model, p, scope.draft_tokens, make(), n) for p in prompts
+                        drafting.speculate(handle, p, scope.draft_tokens, make(), n)
+                        for p in prompts
                     ]
                 tick(f"{name}, {n} drafts")
     return found
@@ -277,7 +278,7 @@ def _drafted(
 
 
 def _units(loop: Loop) -> NDArray[np.float64]:
-    """Return verifies, drafted and accepted tokens of every stretch of ``CHUNK`` tokens."""
+    """Return verifies, drafted and accepted nodes of every stretch of ``CHUNK`` tokens."""
     emitted = np.cumsum([1 + kept for _, kept in loop.rounds])
     at = (emitted - 1) // CHUNK
     found = np.zeros((3, int(at.max(initial=0)) + 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,7 +144,7 @@ def held_out(subject: Subject, rows: int, tokens: int, seed: int) -> Texts:
 
 
 def one_geometry(specs: tuple[LayerSpec, ...]) -> LayerSpec:
-    """Return the geometry that most layers share, without convolution: states are timed alone."""
+    """Return the geometry that most layers share."""
     if not specs:
         raise UnsupportedError("the model has no recurrent layer of a supported kind")
-    return replace(max(set(specs), key=specs.count), conv=None)
+    return max(set(specs), key=specs.count)

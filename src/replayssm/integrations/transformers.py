@@ -148,6 +148,10 @@ class Enabled:
     def __enter__(self) -> Enabled:
         return self
 
+    def __deepcopy__(self, _memo: dict[int, object]) -> Enabled:
+        # hooks and dispatchers of a copied model would go on serving from this one's handle
+        raise UnsupportedError("a copy of an enabled model; disable() it, copy, enable() both")
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -293,7 +297,10 @@ def _precision(
     if path == "standard" and fmt not in STANDARD_STATES:
         names = [f.value for f in STANDARD_STATES]
         raise ContractError("state", f"one of {names} on the standard path", fmt.value)
-    return fmt, read_depth(read)
+    depth = read_depth(read)
+    if path == "standard" and depth is not ReadDepth.FULL:
+        raise ContractError("read", "full on the standard path, which has no planes", depth.value)
+    return fmt, depth
 
 
 def _ring(path: str, window: int, keep: int, max_block: int) -> RingSpec:
