@@ -514,3 +514,22 @@ def test_handle_reports_its_settings():
         )
         assert handle.pool is None
         generate(model, prompt(), 2)
+
+
+def test_a_copy_of_an_enabled_model_is_refused():
+    model = build("Qwen3_5Text")
+    with (
+        replayssm.enable(model),
+        pytest.raises(UnsupportedError, match="a copy of an enabled model"),
+    ):
+        copy.deepcopy(model)
+    with replayssm.enable(copy.deepcopy(model)):
+        pass
+
+
+def test_high_reads_of_the_standard_path_are_refused():
+    model = build("Qwen3_5Text")
+    with pytest.raises(ContractError, match="^read: expected full on the standard path"):
+        replayssm.enable(model, path="standard", read="high")
+    with replayssm.enable(model):
+        pass

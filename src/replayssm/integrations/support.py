@@ -23,7 +23,7 @@ LIMITS = (
     "cache.crop takes back at most keep tokens, or 20 on a cache that records its past; the "
     "standard path takes nothing back",
     "assisted generation serves one sequence at a time, as transformers does",
-    "all recurrent layers on one device",
+    "all recurrent layers on one device, and one dtype as long as the model is enabled",
 )
 
 

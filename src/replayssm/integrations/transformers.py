@@ -89,7 +89,7 @@ class Enabled:
 
     @read.setter
     def read(self, depth: ReadDepth | str) -> None:
-        self._read = read_depth(depth)
+        self._read = read_depth(depth, self.path)
 
     @property
     def window(self) -> int:
@@ -264,16 +264,19 @@ def with_keep(ring: RingSpec, keep: int) -> RingSpec:
     return replace(ring, keep=keep, max_block=max(ring.max_block, keep + 1))
 
 
-def read_depth(depth: ReadDepth | str) -> ReadDepth:
+def read_depth(depth: ReadDepth | str, path: str) -> ReadDepth:
     """Return a read depth by its name.
 
     Raises:
-        ContractError: There is no such depth.
+        ContractError: There is no such depth, or not on this path.
     """
     try:
-        return ReadDepth(depth)
+        found = ReadDepth(depth)
     except ValueError:
         raise ContractError("read", f"one of {[d.value for d in ReadDepth]}", depth) from None
+    if path == "standard" and found is not ReadDepth.FULL:
+        raise ContractError("read", "full on the standard path, which has no planes", found.value)
+    return found
 
 
 def parameter_dtype(mixer: nn.Module) -> torch.dtype:
@@ -297,10 +300,7 @@ def _precision(
     if path == "standard" and fmt not in STANDARD_STATES:
         names = [f.value for f in STANDARD_STATES]
         raise ContractError("state", f"one of {names} on the standard path", fmt.value)
-    depth = read_depth(read)
-    if path == "standard" and depth is not ReadDepth.FULL:
-        raise ContractError("read", "full on the standard path, which has no planes", depth.value)
-    return fmt, depth
+    return fmt, read_depth(read, path)
 
 
 def _ring(path: str, window: int, keep: int, max_block: int) -> RingSpec:
