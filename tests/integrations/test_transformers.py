@@ -529,7 +529,7 @@ def test_a_copy_of_an_enabled_model_is_refused():
 
 def test_high_reads_of_the_standard_path_are_refused():
     model = build("Qwen3_5Text")
-    with pytest.raises(ContractError, match="^read: expected full on the standard path"):
+    with pytest.raises(ContractError, match=r"^read: expected full on the standard path"):
         replayssm.enable(model, path="standard", read="high")
     with replayssm.enable(model):
         pass
