@@ -85,7 +85,7 @@ class Scope:
         drafts: Draft lengths of the speculation section.
         draft_rows: Sequences decoded there.
         draft_prompt: Tokens of their prompts.
-        draft_tokens: Tokens emitted per sequence.
+        draft_tokens: Tokens emitted per sequence, one at the prefill and whole stretches of 32.
         verify_batch: Batch of its layer-level timings.
         rollbacks: Rounds of its rollback torture.
     """
@@ -108,7 +108,7 @@ class Scope:
     drafts: tuple[int, ...] = (3, 7)
     draft_rows: int = 3
     draft_prompt: int = 256
-    draft_tokens: int = 128
+    draft_tokens: int = 97
     verify_batch: int = 16
     rollbacks: int = 2000
 
@@ -129,7 +129,7 @@ FULL_SCOPE = Scope(
     probes=((256, 96), (1024, 48), (2048, 24), (4096, 16), (8192, 8)),
     drafts=(1, 3, 5, 7, 11, 15),
     draft_rows=8,
-    draft_tokens=256,
+    draft_tokens=257,
     rollbacks=10_000,
 )
 
