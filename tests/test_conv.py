@@ -313,7 +313,7 @@ def test_debug_refuses_inputs_that_are_not_finite():
 WINDOWS = {
     "count": ([None], "windows: expected 3 tensors, one a layer, got 1"),
     "shape": ([torch.zeros(6, 4), None, None], r"windows\[0\]: expected shape \(6, 3\)"),
-    "dtype": ([torch.zeros(6, 3).int(), None, None], r"windows\[0\]: expected a float tensor"),
+    "dtype": ([torch.zeros(6, 3).int(), None, None], r"windows\[0\]: expected a dense float"),
     "layer without": ([None, torch.zeros(6, 3), None], r"windows\[1\]: expected None, the layer"),
 }
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from replayssm.evaluate.subject import Subject
+    from replayssm.integrations.transformers import Enabled
 
 NGRAM_DRAFTS = 8
 
@@ -92,29 +93,24 @@ def generate(
         enable(subject.model, path=path.value, state=state, read=read, window=window) as handle,
     ):
         new = _continue(subject, ids, max_new_tokens, temperature, drafting)
-        used = {
-            "path": handle.path,
-            "state": handle.state.value,
-            "read": handle.read.value,
-            "window": window,
-            "draft": draft,
-            "impl": handle.impl.value,
-        }
+        used = {**_settings(handle), "draft": draft}
     took = time.perf_counter() - start
     written = subject.decode(new)
     if as_json:
-        print_json(
-            {
-                "model": subject.name,
-                "prompt": text,
-                "text": written,
-                "new_tokens": len(new),
-                "seconds": round(took, 3),
-                **used,
-            }
-        )
+        about = {"model": subject.name, "prompt": text, "text": written, "new_tokens": len(new)}
+        print_json({**about, "seconds": round(took, 3), **used})
         return
     sys.stdout.write(text + written + "\n")
+
+
+def _settings(handle: Enabled) -> dict[str, object]:
+    return {
+        "path": handle.path,
+        "state": handle.state.value,
+        "read": handle.read.value,
+        "window": handle.window,
+        "impl": handle.impl.value,
+    }
 
 
 @contextmanager

@@ -86,7 +86,7 @@ class Scope:
         drafts: Draft lengths of the speculation section.
         draft_rows: Sequences decoded there.
         draft_prompt: Tokens of their prompts.
-        draft_tokens: Tokens emitted per sequence.
+        draft_tokens: Tokens emitted per sequence, one at the prefill and whole stretches of 32.
         verify_batch: Batch of its layer-level timings.
         rollbacks: Rounds of its rollback torture.
     """
@@ -109,7 +109,7 @@ class Scope:
     drafts: tuple[int, ...] = (3, 7)
     draft_rows: int = 3
     draft_prompt: int = 256
-    draft_tokens: int = 128
+    draft_tokens: int = 97
     verify_batch: int = 16
     rollbacks: int = 2000
 
@@ -130,7 +130,7 @@ FULL_SCOPE = Scope(
     probes=((256, 96), (1024, 32), (4096, 8), (8192, 4)),
     drafts=(1, 3, 7, 15),
     draft_rows=6,
-    draft_tokens=256,
+    draft_tokens=257,
     rollbacks=10_000,
 )
 
