@@ -17,7 +17,7 @@ from replayssm.ops.cpu.common import (
     width,
 )
 from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, PlanesAt, RingsAt, Scratch
-from replayssm.ops.cpu.read import AHEAD, fetch_bytes
+from replayssm.ops.cpu.read import FAR, fetch_bytes
 from replayssm.ops.cpu.vector import (
     LANES,
     device,
@@ -51,7 +51,7 @@ def move(to: int, kind: int, source: int, from_kind: int, n: int) -> None:
         store_as(to + width(kind) * i, kind, x, n - i)
 
 
-@device
+@inlined
 def append_values(
     at: Geometry, here: HeadAt, blk: BlockAt, row: int, head: int, first: int, length: int
 ) -> None:
@@ -69,7 +69,7 @@ def append_values(
             put(here.g + index * here.g_entry, scalar_as(g, blk.g_kind))
 
 
-@device
+@inlined
 def append_keys(
     at: Geometry, rings: RingsAt, blk: BlockAt, row: int, slot: int, first: int, length: int
 ) -> None:
@@ -120,7 +120,7 @@ def block_keys(
                 store(row + 4 * i, load_as(row + 2 * i, ring_kind, keys - i))
 
 
-@device
+@inlined
 def gather_gates(at: Geometry, s: Scratch, here: HeadAt, first: int, n: int) -> None:
     """Read the write strengths and log-decays of n ring entries; take exp of the latter."""
     index = first
@@ -139,7 +139,7 @@ def gather_gates(at: Geometry, s: Scratch, here: HeadAt, first: int, n: int) -> 
             store(s.decay + 4 * i, exp(load_some(s.decay + 4 * i, n - i)))
 
 
-@device
+@inlined
 def fetch_entries(at: Geometry, address: int, entry: int, first: int, n: int, nbytes: int) -> None:
     """Fetch n ring entries into the cache."""
     index = first
@@ -148,7 +148,7 @@ def fetch_entries(at: Geometry, address: int, entry: int, first: int, n: int, nb
         index = after(at, index)
 
 
-@device
+@inlined
 def fetch_head(
     at: Geometry,
     planes: PlanesAt,
@@ -178,4 +178,4 @@ def fetch_head(
     if at.is_scaled:
         fetch_bytes(here.scale, 4 * at.value_dim)
     if is_new_row:
-        fetch_bytes(here.high, AHEAD)
+        fetch_bytes(here.high, FAR)

@@ -8,11 +8,10 @@ from replayssm.ops.cpu.common import FMT_Q24, IS_BF16, copy_out, load_as, width
 from replayssm.ops.cpu.encode import UNIT_Q16, UNIT_Q24
 from replayssm.ops.cpu.layout import GROUP, BlockAt, Geometry, HeadAt, Scratch
 from replayssm.ops.cpu.pullback import before, pull_all
-from replayssm.ops.cpu.read import AHEAD, fetch_bytes, read_rows
+from replayssm.ops.cpu.read import FAR, fetch_bytes, read_rows
 from replayssm.ops.cpu.vector import (
     LANES,
     add,
-    device,
     fma,
     get,
     inlined,
@@ -43,7 +42,7 @@ def value_at(at: Geometry, here: HeadAt, first: int, entry: int) -> int:
     return here.v + (index - at.ring_len if index >= at.ring_len else index) * here.v_entry
 
 
-@device
+@inlined
 def own_part(
     at: Geometry,
     here: HeadAt,
@@ -67,7 +66,7 @@ def own_part(
         store(y + 4 * i, a)
 
 
-@device
+@inlined
 def past_part(at: Geometry, here: HeadAt, past: int, first: int, y: int, c: int) -> None:
     """Add ``sum_j c_j v_j`` over the committed entries, newest first, for four queries."""
     size, to, wide = width(here.kind), at.value_row, at.entry_row
@@ -109,7 +108,7 @@ def entry_parts(
             past_part(at, here, past, first, y, c)
 
 
-@device
+@inlined
 def scale_queries(at: Geometry, s: Scratch, columns: int, tokens: int) -> None:
     """Multiply pulled-back queries by column scales."""
     for i in range(0, at.key_dim, LANES):
@@ -119,7 +118,7 @@ def scale_queries(at: Geometry, s: Scratch, columns: int, tokens: int) -> None:
             store(x, mul(load(x), column))
 
 
-@device
+@inlined
 def finish(out: int, kind: int, sums: int, y: int, scale: int, unit: float, values: int) -> None:
     """Write ``out = S_0 x (row scale) + sum_j c_j v_j``; ``scale`` 0 means there is none."""
     for i in range(0, values, LANES):
@@ -130,7 +129,7 @@ def finish(out: int, kind: int, sums: int, y: int, scale: int, unit: float, valu
     copy_out(out, kind, y, values)
 
 
-@device
+@inlined
 def read_head(
     at: Geometry,
     s: Scratch,
@@ -161,7 +160,7 @@ def read_head(
         length: Tokens of the block.
         is_full: Whether both planes are read.
     """
-    beside = here.high + AHEAD
+    beside = here.high + FAR
     fetch_bytes(beside, BESIDE)
     pull_all(at, s, parents, row, past, skip, length)
     fetch_bytes(beside + BESIDE, BESIDE)

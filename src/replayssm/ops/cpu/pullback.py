@@ -44,7 +44,7 @@ def before(parents: Parents, row: int, past: int, entry: int) -> int:
     return past + parents[row, entry - past] if entry >= past else entry - 1
 
 
-@device
+@inlined
 def pull_additive(
     at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, token: int
 ) -> None:
@@ -89,7 +89,7 @@ def carry(at: Geometry, x: Vec, key: Vec, back: Vec, gate: Vec) -> Vec:
     return mul(gate, new)
 
 
-@device
+@inlined
 def pull_one(
     at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, token: int
 ) -> None:

@@ -41,19 +41,21 @@ if TYPE_CHECKING:
 
 # bytes between what is read and what is fetched: pages are small, and a prefetcher stops at each
 AHEAD = 4096
+# the same where rows are only read, which takes less time a byte
+FAR = 8192
 LINE = 64
 # rows between those that are read for several queries and those that are fetched
 FAR = 16
 
 
-@device
+@inlined
 def fetch_bytes(address: int, nbytes: int) -> None:
     """Fetch consecutive bytes into the cache."""
     for line in range(0, nbytes, LINE):
         prefetch(address + line)
 
 
-@device
+@inlined
 def fetch_inputs(at: Geometry | StandardAt, blk: BlockAt, row: int, head: int) -> None:
     """Fetch what a head reads of the block, and where its outputs go, while another is computed."""
     key_head = head // (at.value_heads // at.key_heads)
@@ -83,9 +85,9 @@ def make_lines(
     def fetch(high: int, low: int, i: int) -> None:
         # once a line; a size of 0 removes the branch
         if high_size and i * high_size % LINE == 0:
-            prefetch(high + AHEAD + high_size * i)
+            prefetch(high + FAR + high_size * i)
         if low_size and i * low_size % LINE == 0:
-            prefetch(low + AHEAD + low_size * i)
+            prefetch(low + FAR + low_size * i)
 
     # rows that are read together are passed sooner than AHEAD bytes are fetched
     @inlined

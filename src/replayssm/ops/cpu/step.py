@@ -31,7 +31,7 @@ from replayssm.ops.cpu.layout import (
 from replayssm.ops.cpu.outputs import read_head
 from replayssm.ops.cpu.pullback import match_keys
 from replayssm.ops.cpu.read import fetch_bytes, fetch_inputs
-from replayssm.ops.cpu.vector import device
+from replayssm.ops.cpu.vector import device, inlined
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 SLOT, BASE, FOLDED, COMMITTED, LENGTH, IS_FULL = range(6)
 
 
-@device
+@inlined
 def folded_to(at: Geometry, base: int, count: int) -> int:
     """Return the newest boundary at or before ``count - keep``, or ``base``."""
     return max(base, (count - at.keep) // at.window * at.window)
 
 
-@device
+@inlined
 def head_at(planes: PlanesAt, rings: RingsAt, slot: int, head: int) -> HeadAt:
     """Locate one value head of one slot."""
     return HeadAt(
@@ -97,7 +97,7 @@ def scratch_at(s: Scratch, base: int) -> Scratch:
     )
 
 
-@device
+@inlined
 def first_head(at: Geometry, unit: int) -> int:
     """Return the first value head of a row's work item."""
     per_key = at.value_heads // at.key_heads
@@ -105,7 +105,7 @@ def first_head(at: Geometry, unit: int) -> int:
     return unit // groups * per_key + unit % groups * HEADS_PER_ITEM
 
 
-@device
+@inlined
 def fetch_next(
     at: Geometry,
     planes: PlanesAt,
@@ -130,7 +130,7 @@ def fetch_next(
             fetch_bytes(here.columns, 2 * at.key_dim)
 
 
-@device
+@inlined
 def gather_row(
     at: Geometry,
     rings: RingsAt,
@@ -193,11 +193,11 @@ def run_item(
     known = skip + past if has_block else skip
     gather_row(at, rings, blk, s, row, slot, key_head, start, known, length)
     for h in range(head, stop_head):
-        if h + 1 < stop_head:
-            fetch_next(at, planes, rings, blk, counts, row, h + 1, 0)
-        elif then_row >= 0:
-            then_head, is_new = first_head(at, then_unit), then_row != row
-            fetch_next(at, planes, rings, blk, counts, then_row, then_head, is_new)
+        next_row, next_head = row, h + 1
+        if next_head == stop_head:
+            next_row, next_head = then_row, first_head(at, then_unit)
+        if next_row >= 0:
+            fetch_next(at, planes, rings, blk, counts, next_row, next_head, next_row != row)
         here = head_at(planes, rings, slot, h)
         append_values(at, here, blk, row, h, first, length)
         out = blk.out + row * blk.out_row + h * blk.out_head
@@ -264,7 +264,7 @@ def run_share(
             )
 
 
-@device
+@inlined
 def run_keys(
     at: Geometry, rings: RingsAt, blk: BlockAt, counts: Counts, share: int, shares: int
 ) -> None:

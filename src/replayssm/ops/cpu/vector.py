@@ -66,7 +66,10 @@ def device(function: F) -> F:
 
 
 def inlined(function: F) -> F:
-    """Compile a small function into its callers: a call would spill every lane to memory."""
+    """Compile a function into its callers: a call would spill every lane to memory.
+
+    It would also pass every field of every named tuple, which a head pays for at each call.
+    """
     return cast("F", numba.njit(forceinline=True, **INNER)(function))
 
 
