@@ -45,7 +45,7 @@ AHEAD = 4096
 FAR = 8192
 LINE = 64
 # rows between those that are read for several queries and those that are fetched
-FAR = 16
+ROWS_AHEAD = 16
 
 
 @inlined
@@ -88,15 +88,6 @@ def make_lines(
             prefetch(high + FAR + high_size * i)
         if low_size and i * low_size % LINE == 0:
             prefetch(low + FAR + low_size * i)
-
-    # rows that are read together are passed sooner than AHEAD bytes are fetched
-    @inlined
-    def fetch_far(high: int, step: int, low: int, rest: int, i: int) -> None:
-        for r in range(4):
-            if high_size and i * high_size % LINE == 0:
-                prefetch(high + (FAR + r) * step + high_size * i)
-            if low_size and i * low_size % LINE == 0:
-                prefetch(low + (FAR + r) * rest + low_size * i)
 
     @inlined
     def one(high: int, low: int, x: int, keys: int) -> Vec:
@@ -142,9 +133,9 @@ def make_tile(
     def fetch_far(high: int, step: int, low: int, rest: int, i: int) -> None:
         for r in range(4):
             if high_size and i * high_size % LINE == 0:
-                prefetch(high + (FAR + r) * step + high_size * i)
+                prefetch(high + (ROWS_AHEAD + r) * step + high_size * i)
             if low_size and i * low_size % LINE == 0:
-                prefetch(low + (FAR + r) * rest + low_size * i)
+                prefetch(low + (ROWS_AHEAD + r) * rest + low_size * i)
 
     @inlined
     def four(row: Vec, p: Vec, q: Vec, r: Vec, s: Vec, sums: Four) -> Four:
