@@ -39,7 +39,7 @@ def evaluate(
         bool, typer.Option("--full", help="All bundled models, formats, windows and lengths.")
     ] = False,
     margins: Annotated[
-        Path | None, typer.Option(help="TOML file with a table [margins]; read before the run.")
+        Path | None, typer.Option(help="TOML file with a table \\[margins]; read before the run.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for report.html and result.json.")] = Path(
         "replayssm-report"

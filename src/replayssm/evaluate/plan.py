@@ -172,7 +172,7 @@ def read_margins(path: Path) -> Margins:
         ContractError: The file is missing, is not TOML, or names an unknown margin.
     """
     if not path.is_file():
-        raise ContractError("--margins", "a TOML file", path.name)
+        raise ContractError("--margins", "a TOML file that exists", path.name)
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -113,6 +113,25 @@ class Support:
     reasons: tuple[str, ...]
     limits: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """Return the matrix as lines of text, for a terminal."""
+        verdict = "served" if self.supported else "refused"
+        lines = [f"{self.model}, transformers {self.transformers}: {verdict}"]
+        lines += [f"  because: {reason}" for reason in self.reasons]
+        for at in self.layers:
+            what = f"refused: {at.reason}"
+            if at.served:
+                what = (
+                    f"{at.family}, {at.write} write, {at.decay} decay, {at.value_heads} value heads"
+                    f" of {at.value_dim} x {at.key_dim}, {at.key_heads} key heads"
+                )
+            lines.append(f"  layer {at.index:>3}  {at.mixer}: {what}")
+        lines.append(f"  other layers: {self.other_layers}")
+        lines += [f"  {path}: {', '.join(names)}" for path, names in self.states.items()]
+        lines.append(f"  draft head {self.draft_head.status}: {self.draft_head.reason}")
+        lines += [f"  limit: {limit}" for limit in self.limits]
+        return "\n".join(lines)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain dictionaries, lists and numbers, ready for JSON."""
         return asdict(self)

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 import lzma
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replayssm.errors import ContractError
+from replayssm.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,7 +85,12 @@ def load(
     Raises:
         ContractError: Unknown name.
         FileNotFoundError: the weights are not installed.
+        UnsupportedError: transformers is not installed.
     """
+    if find_spec("transformers") is None:
+        raise UnsupportedError(
+            "transformers is not installed; pip install 'replayssm[transformers]'"
+        )
     import torch
     from transformers import AutoModelForCausalLM
 
