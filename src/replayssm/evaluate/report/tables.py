@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from replayssm.evaluate.checks import Status
 from replayssm.evaluate.report.words import (
     NONE,
     number,
@@ -15,7 +16,7 @@ from replayssm.evaluate.report.words import (
     ratio_range,
     size,
 )
-from replayssm.evaluate.verdict import Status, Verdict, batch_words, fastest
+from replayssm.evaluate.verdict import Verdict, batch_words, fastest
 
 if TYPE_CHECKING:
     from replayssm.evaluate.result import Result
