@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +10,9 @@ from replayssm.errors import ContractError
 from replayssm.evaluate import compatibility, run
 from replayssm.evaluate.bottleneck import amdahl, twin
 from replayssm.evaluate.plan import Plan
-from replayssm.evaluate.report import render, render_overview, write
+from replayssm.evaluate.report import advice, plots, render, render_overview, tables, write
 from replayssm.evaluate.report.tables import section_seconds
+from replayssm.evaluate.report.theme import drawing, figure
 from replayssm.evaluate.result import dump, parse, schema
 
 
@@ -97,6 +99,46 @@ def test_report_says_the_verdict_first_and_the_manifest_last(result):
                      "<h2>Manifest")
     ]  # fmt: skip
     assert places == sorted(places)
+
+
+def test_both_questions_are_answered_in_one_block(result):
+    html = render(result)
+    block = html[html.index('<section class="verdict') :].split("</section>")[0]
+    plain, drafts = advice.headlines(result)
+    assert f"Plain decode: {plain.verdict.value}" in block
+    assert f"Speculative decoding: {drafts.verdict.value}" in block
+    assert f"For speculation: {drafts.verdict.value}" in html[html.index("5. Speculation") :]
+
+
+def test_the_summary_fits_a_terminal_and_its_reasons_the_page(result):
+    found = tables.summary(result)
+    columns = zip(found.columns, *found.rows, strict=True)
+    width = sum(max(map(len, cells)) for cells in columns) + 2 * (len(found.columns) - 1)
+    assert width <= 100
+    reasons = [row[-1] for row in advice.reasons(result).rows]
+    assert reasons == [arm.reason for arm in result.judgement.arms]
+
+
+def test_a_panel_without_numbers_says_so(result):
+    arms = tuple(
+        replace(arm, buckets=tuple(replace(b, p99_kl=None) for b in arm.buckets))
+        for arm in result.precision.arms
+    )
+    empty = replace(result, precision=replace(result.precision, arms=arms))
+    assert plots.divergence(empty).count("too few tokens") == 1
+
+
+def test_no_interval_leaves_the_axes_unmarked(estimate):
+    with drawing("limits"):
+        _, (ax, *_) = figure()
+        shown = [estimate(1, 0.9, 1.1), estimate(1.2, 0.5, 9.0), estimate(1, 0.8, 2.2)]
+        plots.with_interval(ax, [0, 1, 2], shown, "#000000", "arm")
+        before = len(ax.lines)
+        plots.limit_ratio(ax, shown)
+    top = ax.get_ylim()[1]
+    marked = [tuple(line.get_xdata()) for line in ax.lines[before:]]
+    assert 2.2 < top < 9
+    assert marked == [(1,)]
 
 
 def test_report_holds_the_result(result):

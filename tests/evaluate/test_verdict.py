@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from replayssm.evaluate.verdict import Status, Verdict, faster, judge, under
+from replayssm.evaluate.checks import Status, under
+from replayssm.evaluate.verdict import Verdict, faster, judge
 
 
 def judged(made):
@@ -46,7 +47,10 @@ def test_slow_arms_are_refused_in_plain_words(made, estimate):
     assert found.verdict is Verdict.REFUSE
     assert found.headline.startswith("Do not enable")
     assert "0.90x" in found.headline
-    assert [r.arm for r in found.routes] == ["standard"]
+    assert [r.arm for r in found.routes] == ["standard f32"]
+    assert found.routes[0].reason == (
+        "no candidate was shown to be at least 1.05x faster within the precision margins"
+    )
     assert all("too slow" in s.reason for s in found.settings)
 
 
@@ -64,6 +68,31 @@ def test_an_interval_across_a_margin_is_inconclusive(made, estimate):
     found = judged(made)
     assert found.verdict is Verdict.OPEN
     assert {s.verdict for s in found.settings} == {Verdict.OPEN}
+
+
+def test_only_an_open_setting_is_named_where_the_run_is_open(made, estimate):
+    """A refused arm may have the best speed-up; it is not what to look at next."""
+    made.kl["q16 high"] = estimate(0.01, 0.009, 0.011)
+    for arm in ("s32 full", "q24 high"):
+        made.speedup[arm] = dict.fromkeys(made.plan.scope.batches, estimate(1.06, 0.99, 1.13))
+    found = judged(made)
+    assert found.verdict is Verdict.OPEN
+    assert "The best candidate is s32 full at batch 1: state update 1.06x" in found.headline
+    assert "speed is undecided" in found.arm("s32 full").reason
+
+
+def test_a_slower_setting_is_not_called_the_best(made, estimate):
+    for arm in made.plan.candidates:
+        made.speedup[arm.name] = dict.fromkeys(made.plan.scope.batches, estimate(0.45, 0.2, 0.8))
+    made.speedup["q24 high"][4] = estimate(0.9, 0.1, 1.7)
+    found = judged(made)
+    assert found.verdict is Verdict.OPEN
+    assert "No candidate was faster; the closest is q24 high at batch 4" in found.headline
+
+
+def test_a_route_names_the_standard_arm_to_beat(made, estimate):
+    made.today = {arm.name: estimate(0.9, 0.85, 0.95) for arm in made.plan.arms}
+    assert [r.arm for r in judged(made).routes] == ["standard bf16"]
 
 
 def test_recall_that_nobody_has_cannot_be_shown_to_be_kept(made):
@@ -98,6 +127,6 @@ def test_routes_cover_every_batch_once_with_the_standard_path_as_fallback(made, 
         made.speedup[arm.name] = {b: estimate(1.3, 1.2, 1.4) if b >= 16 else slow
                                   for b in made.plan.scope.batches}  # fmt: skip
     routes = judged(made).routes
-    assert routes[0].arm == "standard"
+    assert routes[0].arm == "standard f32"
     assert (routes[0].first, routes[0].last) == (1, 15)
     assert (routes[1].first, routes[1].last) == (16, None)

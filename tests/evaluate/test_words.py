@@ -33,3 +33,21 @@ def test_intervals_are_shown_with_the_number():
     e = Estimate(1.234, 1.1, 1.37, 6, "")
     assert words.ratio_range(e) == "1.23x (1.10\N{EN DASH}1.37)"
     assert words.percent_range(Estimate(0.5, 0.4, 0.6, 6, ""), 0) == "50 % (40 to 60)"
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [(0.001, "0.001"), (0.0001, "1e-4"), (2.5e-5, "2.5e-5"), (0.05, "0.05"), (1.05, "1.05")],
+)
+def test_margins_have_no_trailing_zeros(x, text):
+    assert words.limit(x) == text
+
+
+def test_shares_stay_between_nothing_and_the_whole():
+    assert words.share_range(Estimate(0.072, -0.04, 0.184, 6, "")) == "7.2 % (0.0 to 18.4)"
+    assert words.share_range(Estimate(-0.01, -0.04, 1.2, 6, ""), 0) == "0 % (0 to 100)"
+
+
+def test_counts_read_as_words():
+    assert [words.count(n, "thread") for n in (1, 2)] == ["1 thread", "2 threads"]
+    assert [words.span(3, n) for n in (3, 8)] == ["3", "3 to 8"]

@@ -11,10 +11,11 @@ from scipy import optimize
 
 from replayssm.errors import ContractError
 from replayssm.evaluate import drafting, verifying
+from replayssm.evaluate.checks import Status
 from replayssm.evaluate.session import enabled, one_thread
 from replayssm.evaluate.stats import Estimate, ratio_of_sums
 from replayssm.evaluate.subject import held_out, one_geometry
-from replayssm.evaluate.verdict import Status, Verdict, faster, times
+from replayssm.evaluate.verdict import Verdict, faster, times
 from replayssm.models.registry import find_mixers
 from replayssm.ring import RingSpec
 from replayssm.state import StatePool

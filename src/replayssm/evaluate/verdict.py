@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from replayssm.evaluate.compatibility import is_exact
+from replayssm.evaluate.checks import Check, Status, combine, quality_checks
 from replayssm.evaluate.stats import Estimate
 
 if TYPE_CHECKING:
@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from replayssm.evaluate.arms import Arm
     from replayssm.evaluate.bottleneck import BottleneckResult
     from replayssm.evaluate.compatibility import CompatibilityResult
-    from replayssm.evaluate.plan import Margins, Plan
-    from replayssm.evaluate.precision import ArmPrecision, PrecisionResult
+    from replayssm.evaluate.plan import Plan
+    from replayssm.evaluate.precision import PrecisionResult
     from replayssm.evaluate.window import Timing, WindowResult
 
-LEAST_RECALL = 0.2
 TODAY = "standard bf16"
 
 
@@ -29,33 +28,6 @@ class Verdict(StrEnum):
     ENABLE = "enable"
     REFUSE = "do not enable"
     OPEN = "inconclusive"
-
-
-class Status(StrEnum):
-    """How one number stands against its margin."""
-
-    PASS = "pass"
-    FAIL = "fail"
-    OPEN = "inconclusive"
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One number against one margin.
-
-    Attributes:
-        name: What is checked.
-        status: How it stands.
-        margin: The limit.
-        value: The number; None when it could not be measured.
-        note: Where the number comes from, or why there is none.
-    """
-
-    name: str
-    status: Status
-    margin: float
-    value: Estimate | None
-    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +81,7 @@ class Route:
     Attributes:
         first: Least batch.
         last: Largest batch; None is open-ended.
-        arm: What serves it; the standard path where nothing earned more.
+        arm: What serves it; where no candidate earned it, the standard arm to beat there.
         reason: One sentence.
     """
 
@@ -161,18 +133,9 @@ def judge(
     for arm in plan.arms:
         mine = [s for s in settings if s.arm == arm.name]
         arms.append(_arm(arm, quality[arm.name], checks[arm.name], mine))
-    routes = route(settings)
+    routes = route(settings, plan.margins.speedup)
     verdict, headline = _overall(arms, settings, routes)
     return Judgement(verdict, headline, tuple(arms), tuple(settings), routes)
-
-
-def under(value: Estimate | None, margin: float) -> Status:
-    """Tell whether a number stays at or under its margin, by the ends of its interval."""
-    if value is None:
-        return Status.OPEN
-    if value.high <= margin:
-        return Status.PASS
-    return Status.FAIL if value.low > margin else Status.OPEN
 
 
 def faster(speedup: Estimate | None, margin: float) -> Status:
@@ -182,69 +145,6 @@ def faster(speedup: Estimate | None, margin: float) -> Status:
     if speedup.low > 1 and speedup.value >= margin:
         return Status.PASS
     return Status.FAIL if speedup.high < margin else Status.OPEN
-
-
-def combine(statuses: list[Status]) -> Status:
-    """Return fail if any fails, else inconclusive if any is, else pass."""
-    for status in (Status.FAIL, Status.OPEN):
-        if status in statuses:
-            return status
-    return Status.PASS
-
-
-def quality_checks(
-    arm: Arm, plan: Plan, compatibility: CompatibilityResult, precision: PrecisionResult
-) -> tuple[Check, ...]:
-    """Return the checks that do not concern speed."""
-    margins, found = plan.margins, precision.arm(arm.name)
-    reference = precision.arms[0]
-    checks = []
-    if is_exact(arm):
-        checks += _agreement_checks(arm, margins, compatibility)
-    if arm.name == reference.arm:
-        return tuple(checks)
-    worst = [("mean_kl", "mean KL"), ("p99_kl", "p99 KL"), ("increase", "bits per byte")]
-    limits = (margins.mean_kl, margins.p99_kl, margins.bits_per_byte)
-    for (field, name), limit in zip(worst, limits, strict=True):
-        checks.append(_worst_bucket(name, field, limit, found))
-    drop, status = found.recall_drop, under(found.recall_drop, margins.recall_drop)
-    note = f"{reference.recall_all.n} probes"
-    if reference.recall_all.value < LEAST_RECALL:
-        status = Status.OPEN
-        note = (
-            f"the reference itself answers {reference.recall_all.value:.0%} of "
-            f"{reference.recall_all.n} probes, too few to see a drop"
-        )
-    checks.append(Check("recall drop", status, margins.recall_drop, drop, note))
-    return tuple(checks)
-
-
-def _agreement_checks(
-    arm: Arm, margins: Margins, compatibility: CompatibilityResult
-) -> list[Check]:
-    mine = [a for a in compatibility.agreements if a.arm == arm.name]
-    pairs = (
-        ("logit error", [a.logit_error for a in mine], margins.logit_error),
-        ("state error", [a.state_error for a in mine], margins.state_error),
-    )
-    checks = []
-    for name, values, margin in pairs:
-        worst = max(values, default=float("inf"))
-        status = Status.PASS if worst <= margin else Status.FAIL
-        value = Estimate(worst, worst, worst, len(values), "largest over all runs")
-        checks.append(Check(name, status, margin, value, "step by step against transformers"))
-    return checks
-
-
-def _worst_bucket(name: str, field: str, margin: float, found: ArmPrecision) -> Check:
-    values: list[tuple[Estimate, int]] = [
-        (getattr(b, field), b.stop) for b in found.buckets if getattr(b, field) is not None
-    ]
-    if not values:
-        return Check(name, Status.OPEN, margin, None, "too few tokens for this number")
-    value, stop = max(values, key=lambda pair: pair[0].high)
-    status = combine([under(v, margin) for v, _ in values])
-    return Check(name, status, margin, value, f"worst length bucket (to {stop} tokens)")
 
 
 def _setting(
@@ -323,7 +223,8 @@ def _arm(
     if enabled:
         verdict, speed = Verdict.ENABLE, f"and pays at batch {_list(enabled)}"
     elif unclear:
-        verdict, speed = Verdict.OPEN, f"and is undecided at batch {_list(unclear)}"
+        what = "but its speed" if quality is Status.PASS else "and"
+        verdict, speed = Verdict.OPEN, f"{what} is undecided at batch {_list(unclear)}"
     elif quality is Status.FAIL:
         verdict, speed = Verdict.REFUSE, "so its speed does not matter"
     else:
@@ -340,22 +241,34 @@ def _list(batches: list[int]) -> str:
     return ", ".join(str(b) for b in batches)
 
 
-def route(settings: list[Setting]) -> tuple[Route, ...]:
-    """Return the best enabled arm per batch range; a range ends before the next batch measured."""
+def route(settings: list[Setting], margin: float) -> tuple[Route, ...]:
+    """Return the best enabled arm per batch range; a range ends before the next batch measured.
+
+    Args:
+        settings: Every candidate at every batch.
+        margin: Least speed-up of a state update.
+    """
     lines: list[Route] = []
     batches = sorted({s.batch for s in settings})
     for i, batch in enumerate(batches):
         first = 1 if i == 0 else batch
         last = batches[i + 1] - 1 if i + 1 < len(batches) else None
-        able = [s for s in settings if s.batch == batch and s.verdict is Verdict.ENABLE]
-        best = fastest(able)
-        arm = "standard" if best is None else best.arm
-        reason = "no candidate kept every margin" if best is None else best.reason
+        arm, reason = _serve([s for s in settings if s.batch == batch], margin)
         if lines and lines[-1].arm == arm:
             lines[-1] = Route(lines[-1].first, last, arm, lines[-1].reason)
         else:
             lines.append(Route(first, last, arm, reason))
     return tuple(lines)
+
+
+def _serve(settings: list[Setting], margin: float) -> tuple[str, str]:
+    """Return the arm for one batch and why."""
+    best = fastest([s for s in settings if s.verdict is Verdict.ENABLE])
+    if best is not None:
+        return best.arm, best.reason
+    to_beat = (fastest(settings) or settings[0]).against
+    why = f"no candidate was shown to be at least {margin:g}x faster within the precision margins"
+    return to_beat, why
 
 
 def fastest(settings: Sequence[Setting]) -> Setting | None:
@@ -367,23 +280,32 @@ def fastest(settings: Sequence[Setting]) -> Setting | None:
 def _overall(
     arms: list[ArmVerdict], settings: list[Setting], routes: tuple[Route, ...]
 ) -> tuple[Verdict, str]:
-    verdicts = [a.verdict for a in arms if a.verdict is not None]
-    if Verdict.ENABLE in verdicts:
-        paying = [r for r in routes if r.arm != "standard"]
+    verdicts = {a.arm: a.verdict for a in arms if a.verdict is not None}
+    if Verdict.ENABLE in verdicts.values():
+        paying = [r for r in routes if r.arm in verdicts]
         where = "; ".join(f"{r.arm} for {batch_words(r)}" for r in paying)
         return Verdict.ENABLE, f"Enable {where}. Keep the standard path elsewhere."
-    sound = {a.arm for a in arms if a.quality is not Status.FAIL}
-    best = fastest([s for s in settings if s.arm in sound]) or fastest(settings)
-    told = ""
-    if best is not None and best.speedup is not None:
-        told = (
-            f" The best candidate is {best.arm} at batch {best.batch}: "
-            f"state update {times(best.speedup)} against {best.against}."
-        )
-    if Verdict.OPEN in verdicts:
+    if Verdict.OPEN in verdicts.values():
         head = "This run cannot decide: keep the standard path, and run again with --full."
-        return Verdict.OPEN, head + told
-    return Verdict.REFUSE, "Do not enable state replay on this machine." + told
+        undecided = [s for s in settings if s.verdict is Verdict.OPEN]
+        return Verdict.OPEN, head + _nearest(undecided, settings)
+    sound = {a.arm for a in arms if a.quality is not Status.FAIL}
+    keeping = [s for s in settings if s.arm in sound]
+    head = "Do not enable state replay on this machine."
+    return Verdict.REFUSE, head + _nearest(keeping or settings, settings)
+
+
+def _nearest(eligible: list[Setting], settings: list[Setting]) -> str:
+    """Name the eligible setting that comes nearest, and say so where none at all was faster."""
+    best = fastest(eligible)
+    if best is None or best.speedup is None:
+        return ""
+    told = f"{best.arm} at batch {best.batch}: state update {times(best.speedup)} against "
+    told += f"{best.against}."
+    if all(s.speedup is None or s.speedup.value < 1 for s in settings):
+        return f" No candidate was faster; the closest is {told}"
+    word = "best" if best.speedup.value >= 1 else "closest"
+    return f" The {word} candidate is {told}"
 
 
 def batch_words(line: Route) -> str:

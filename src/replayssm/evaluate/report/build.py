@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from replayssm.evaluate.report import plots, speculation, tables, words
+from replayssm.evaluate.report import advice, plots, speculation, tables, words
 from replayssm.evaluate.result import dump
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ FIGURES = {
     "speed_by_drafts": speculation.speed_by_drafts,
 }
 TABLES = {
-    "summary": tables.summary,
+    "summary": advice.reasons,
     "routes": tables.routes,
     "settings": tables.settings,
     "checks": tables.checks,
@@ -56,7 +56,7 @@ def render(result: Result) -> str:
     data = dump(result).replace("</", "<\\/")
     return _template("template.html.j2").render(
         result=result,
-        judgement=result.judgement,
+        headlines=advice.headlines(result),
         plan=result.plan,
         machine=result.manifest.machine,
         figures={name: Markup(draw(result)) for name, draw in FIGURES.items()},
@@ -70,7 +70,11 @@ def render(result: Result) -> str:
 def render_overview(results: Sequence[Result]) -> str:
     """Return a page over several models that links to a report in each model's own folder."""
     return _template("overview.html.j2").render(
-        results=results, summary=tables.summary, style=Markup(_read("style.css"))
+        results=results,
+        headlines=advice.headlines,
+        summary=advice.reasons,
+        words=words,
+        style=Markup(_read("style.css")),
     )
 
 

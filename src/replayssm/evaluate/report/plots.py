@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.container import ErrorbarContainer
 
 from replayssm.evaluate.report.theme import FAINT, GRID, INK, SERIES, drawing, figure, to_svg
+from replayssm.evaluate.report.words import limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from replayssm.evaluate.window import Cell
 
 FLOOR = 1e-8
+STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
 
 
 def colors(result: Result) -> dict[str, str]:
@@ -87,10 +90,25 @@ def legend(fig: Figure, ax: Axes, columns: int = 4) -> None:
 
 
 def limit_ratio(ax: Axes, values: Sequence[Estimate]) -> None:
-    """Keep one wild interval from flattening every other point."""
-    if values:
-        top = max(1.15, max(v.value for v in values)) * 1.25
-        ax.set_ylim(0, top)
+    """Fit the axis to the intervals; a wild one is cut, with an arrow, to leave the others tall."""
+    if not values:
+        return
+    most = max(1.15, max(v.value for v in values))
+    top = min(max(1.25 * most, 1.06 * max(v.high for v in values)), 2 * most)
+    ax.set_ylim(0, top)
+    for series in ax.containers:
+        if not isinstance(series, ErrorbarContainer):
+            continue
+        for bars in series.lines[2]:
+            cut = [x for (x, _), (_, high) in bars.get_segments() if high > top]
+            shade = bars.get_edgecolor()
+            ax.plot(cut, [0.975 * top] * len(cut), "^", color=shade[0], markersize=6)
+
+
+def limit_log(ax: Axes, margin: float, highs: Iterable[float]) -> None:
+    """Put a logarithmic axis around a margin and everything that was drawn."""
+    ax.set_yscale("log")
+    ax.set_ylim(top=max(8 * margin, 1.5 * max(highs, default=0.0)))
 
 
 def speed_by_batch(result: Result) -> str:
@@ -152,7 +170,7 @@ def bottleneck(result: Result) -> str:
     with drawing("bottleneck"):
         fig, (ax, *_) = figure(height=0.62 * len(profiles) + 1.3)
         for y, p in enumerate(profiles):
-            update = min(p.update_share.value, 1.0)
+            update = min(max(p.update_share.value, 0.0), 1.0)
             mixers = max(p.mixer_share.value - update, 0.0)
             parts = (
                 ("state updates", update, SERIES[2]),
@@ -182,6 +200,8 @@ def agreement(result: Result) -> str:
     """Largest logit error along the compared steps."""
     found = result.compatibility.agreements
     shades = colors(result)
+    prompts = sorted({a.prefill for a in found})
+    styles = {n: STYLES[i % len(STYLES)] for i, n in enumerate(prompts)}
     with drawing("agreement"):
         fig, (ax, *_) = figure()
         seen: set[str] = set()
@@ -194,16 +214,18 @@ def agreement(result: Result) -> str:
                 np.maximum(a.curve, FLOOR),
                 color=color,
                 linewidth=1.1,
+                linestyle=styles[a.prefill],
                 alpha=0.85,
                 label=None if label in seen else label,
             )
             seen.add(label)
-        ax.set_yscale("log")
+        for n, style in styles.items():
+            ax.plot([], [], color=INK, linewidth=1.1, linestyle=style, label=f"prompt of {n}")
         ax.set(xlabel="decode step", ylabel="largest logit error / logit std")
         ax.set_title("Against transformers' own step, one line per prompt length")
         margin = result.plan.margins.logit_error
-        _margin(ax, margin, f"margin {margin:g}")
-        ax.set_ylim(top=margin * 8)
+        _margin(ax, margin, f"margin {limit(margin)}")
+        limit_log(ax, margin, [max(a.curve) for a in found])
         legend(fig, ax)
         return to_svg(fig, "Logit error along the decode steps")
 
@@ -221,9 +243,18 @@ def divergence(result: Result) -> str:
         for ax, (field, title, margin) in zip(axes, panels, strict=True):
             _buckets(ax, result, arms, field)
             ax.set_title(title)
-            _margin(ax, margin, f"margin {margin:g}")
-            ax.set_yscale("log")
-            ax.set_ylim(top=margin * 8)
+            _margin(ax, margin, f"margin {limit(margin)}")
+            shown = [getattr(b, field) for arm in arms for b in arm.buckets]
+            limit_log(ax, margin, [e.high for e in shown if e is not None])
+            if not any(shown):
+                ax.annotate(
+                    "too few tokens",
+                    (0.5, 0.5),
+                    xycoords="axes fraction",
+                    ha="center",
+                    va="center",
+                    color=FAINT,
+                )
         axes[0].set_ylabel("nats per token")
         legend(fig, axes[0], columns=5)
         return to_svg(fig, "KL from the reference by length bucket")

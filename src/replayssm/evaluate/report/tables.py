@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from replayssm.evaluate.checks import Status
 from replayssm.evaluate.report.words import (
     NONE,
+    limit,
     number,
     number_range,
     percent,
     percent_range,
     ratio,
     ratio_range,
+    share_range,
     size,
 )
-from replayssm.evaluate.verdict import Status, Verdict, batch_words, fastest
+from replayssm.evaluate.verdict import Verdict, batch_words, fastest
 
 if TYPE_CHECKING:
     from replayssm.evaluate.result import Result
@@ -63,26 +66,27 @@ def summary(result: Result) -> Table:
                 number(worst.value, 2) if worst else NONE,
                 percent(precision.recall_all.value, 0),
                 verdict.quality.value if arm != result.plan.arms[0] else "reference",
-                f"{ratio(best.speedup)} at batch {best.batch}" if best else NONE,
+                f"{ratio(best.speedup)} @ {best.batch}" if best else NONE,
                 ratio(equal.speedup),
                 verdict.verdict.value if verdict.verdict else "baseline",
             )
         )
     columns = (
         "arm",
-        "state a layer",
+        "state/layer",
         "mean KL",
         "recall",
         "precision",
-        "best state update",
+        "best update",
         "equal memory",
         "verdict",
     )
     notes = (
-        "State a layer: bytes of one sequence in one layer, rings and scales included. Mean KL: "
-        "worst length bucket, nats per token. Best state update: speed-up against the fastest "
-        "standard arm that keeps the margins. Equal memory: tokens per second against standard "
-        f"f32, every arm at the largest batch that fits {size(result.window.budget_bytes)}."
+        "State/layer: bytes of one sequence in one layer, rings and scales included. Mean KL: "
+        "worst length bucket, nats per token. Best update: speed-up of a state update @ its batch, "
+        "against the fastest standard arm that keeps the margins. Equal memory: tokens per second "
+        "against standard f32, every arm at the largest batch that fits "
+        f"{size(result.window.budget_bytes)}."
     )
     return Table(columns, tuple(rows), notes)
 
@@ -120,7 +124,7 @@ def checks(result: Result) -> Table:
             if c.value and c.value.low == c.value.high:
                 text = number(c.value.value, 2)
             n = str(c.value.n) if c.value else NONE
-            rows.append((arm.arm, c.name, text, number(c.margin, 2), n, c.status.value, c.note))
+            rows.append((arm.arm, c.name, text, limit(c.margin), n, c.status.value, c.note))
     return Table(
         ("arm", "check", "value (95 % interval)", "margin", "n", "status", "note"), tuple(rows)
     )
@@ -169,8 +173,8 @@ def profiles(result: Result) -> Table:
         (
             str(p.batch),
             number(p.step_ms),
-            percent_range(p.mixer_share),
-            percent_range(p.update_share),
+            share_range(p.mixer_share),
+            share_range(p.update_share),
             ratio_range(p.ceiling),
             str(p.update_share.n),
         )
@@ -323,20 +327,20 @@ def margins(result: Result) -> Table:
     rows = (
         (
             "logit error",
-            number(at.logit_error, 2),
+            limit(at.logit_error),
             "largest, over the logits' standard deviation; arms with full fp32-grade reads",
         ),
         (
             "state error",
-            number(at.state_error, 2),
+            limit(at.state_error),
             "largest relative difference of a layer's state; same arms",
         ),
         (
             "mean KL",
-            number(at.mean_kl, 2),
+            limit(at.mean_kl),
             "nats per token, worst length bucket: at most about 3 in 100 sampled tokens differ",
         ),
-        ("p99 KL", number(at.p99_kl, 2), "nats, worst length bucket"),
+        ("p99 KL", limit(at.p99_kl), "nats, worst length bucket"),
         ("bits per byte", percent(at.bits_per_byte), "relative increase, worst length bucket"),
         ("recall drop", percent(at.recall_drop), "of the share of probes answered right, paired"),
         ("speed-up", f"{at.speedup:g}x", "of a state update, and its interval above 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -50,11 +51,37 @@ def percent_range(e: Estimate | None, digits: int = 1) -> str:
     return f"{percent(e.value, digits)} ({low:.{digits}f} to {high:.{digits}f})"
 
 
+def share_range(e: Estimate | None, digits: int = 1) -> str:
+    """Return the share of a whole with its interval, cut at 0 and 100 %, where noise may lead."""
+    if e is None:
+        return NONE
+    value, low, high = (min(max(x, 0.0), 1.0) for x in (e.value, e.low, e.high))
+    return percent_range(replace(e, value=value, low=low, high=high), digits)
+
+
 def number_range(e: Estimate | None, digits: int = 2) -> str:
     """Return a number with its interval."""
     if e is None:
         return NONE
     return f"{number(e.value, digits)} ({number(e.low, digits)} to {number(e.high, digits)})"
+
+
+def limit(x: float) -> str:
+    """Return a margin as one would write it, without trailing zeros."""
+    if x >= 1e-3:
+        return f"{x:g}"
+    mantissa, exponent = f"{x:e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def count(n: int, noun: str) -> str:
+    """Return a number of things."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def span(least: int, most: int) -> str:
+    """Return a range of counts, or the one count that it holds."""
+    return str(most) if least >= most else f"{least} to {most}"
 
 
 def size(n: int) -> str:
