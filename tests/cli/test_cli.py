@@ -13,7 +13,7 @@ import torch
 
 from replayssm.cli import main as cli
 from replayssm.cli.output import ExitCode
-from replayssm.evaluate import plan
+from replayssm.evaluate import plan, result  # noqa: F401 - schemas are built before sizes change
 from replayssm.evaluate.verdict import Verdict
 
 

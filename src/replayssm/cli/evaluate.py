@@ -74,7 +74,10 @@ def evaluate(
     if as_json:
         print_json(_summary(results, out, code))
     else:
-        console().print(f"Exit code {int(code)}: {MEANING[code]}.", style="dim")
+        told = f"Exit code {int(code)}, for plain decode: {MEANING[code]}."
+        if code is not ExitCode.OK:
+            told += " Speculation is judged apart and may still pay."
+        console().print(told, style="dim")
     raise typer.Exit(int(code))
 
 
@@ -120,20 +123,21 @@ def _run(name: str, plan: Plan, folder: Path, *, quiet: bool) -> Result:
 
 
 def _print(result: Result, folder: Path) -> None:
-    from replayssm.evaluate.report import tables, words
+    from replayssm.evaluate.report import advice, tables, words
 
-    out, judgement = console(), result.judgement
+    out = console()
     tone = {"good": "green", "bad": "red", "open": "yellow"}
-    color = tone.get(tables.tone(judgement.verdict.value), "")
     out.print()
-    out.print(f"{result.plan.model}: {judgement.verdict.value}", style=f"bold {color}")
-    out.print(judgement.headline)
+    out.print(result.plan.model, style="bold")
+    for line in advice.headlines(result):
+        color = tone.get(tables.tone(line.verdict.value), "")
+        out.print(f"{line.subject}: {line.verdict.value}", style=f"bold {color}")
+        out.print(line.text)
     out.print()
     summary, routes = tables.summary(result), tables.routes(result)
     print_table(summary.columns, list(summary.rows))
     out.print()
     print_table(routes.columns, list(routes.rows))
-    out.print(f"Speculation: {result.speculation.advice}")
     out.print()
     for warning in result.warnings:
         out.print(f"Note: {warning}", style="dim")
