@@ -160,4 +160,5 @@ def tiny_scope() -> plan.Scope:
         plan.FULL_SCOPE, window=4, steps=6, prefills=(4,), decode_batches=(1,), decode_samples=3,
         batches=(1,), windows=(4,), rounds=3, working_set=1, budget_bytes=16 << 10,
         buckets=(64, 320), text_rows=2, probes=((320, 1),), block=4,
+        drafts=(1,), draft_rows=2, draft_prompt=32, draft_tokens=33, verify_batch=2, rollbacks=60,
     )  # fmt: skip
