@@ -101,12 +101,11 @@ class VerifyPool(Protocol):
 
 
 class _WholeStates:
-    """Slots that hold ``places`` whole states each, one of which is the committed one.
+    """Slots that hold several whole states each, one of which is the committed one.
 
     Args:
         layers: Geometry of the model's recurrent layers, in order.
         slots: Number of sequences that fit at once.
-        places: States a slot has room for.
         max_block: Largest T of one block.
         impl: Implementation of the standard step.
         device: Where everything lives.
@@ -117,16 +116,16 @@ class _WholeStates:
         layers: Sequence[LayerSpec],
         slots: int,
         *,
-        places: int,
-        max_block: int,
-        impl: Impl | str,
-        device: torch.device | str,
+        max_block: int = 1,
+        impl: Impl | str = Impl.AUTO,
+        device: torch.device | str = "cpu",
     ) -> None:
         if not layers:
             raise ContractError("layers", "at least one layer", "none")
         if slots < 1:
             raise ContractError("slots", "a positive integer", slots)
-        self.ring, self.places = RingSpec(window=1, max_block=max_block), places
+        self.ring = RingSpec(window=1, max_block=max_block)
+        self.places = places = self._places(max_block)
         self.device = torch.device(device)
         self.impl = choose(Impl(impl), self.device)
         self.specs = tuple(StorageSpec(layer, Format.F32, self.ring) for layer in layers)
@@ -298,6 +297,10 @@ class _WholeStates:
                     start = accepted[row]
                     past[slot] = inputs[row, start : start + past.shape[1]]
 
+    def _places(self, max_block: int) -> int:
+        """Return how many states a slot has room for."""
+        raise NotImplementedError
+
     def _moved_states(self, tokens: int, accepted: int) -> int:
         raise NotImplementedError
 
@@ -311,29 +314,10 @@ class _WholeStates:
 
 
 class SnapshotPool(_WholeStates):
-    """One state per entry: a verify writes T of them, the commit picks one.
+    """One state per entry: a verify writes T of them, the commit picks one."""
 
-    Args:
-        layers: Geometry of the model's recurrent layers, in order.
-        slots: Number of sequences that fit at once.
-        max_block: Largest T of one block.
-        impl: Implementation of the standard step.
-        device: Where everything lives.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        slots: int,
-        *,
-        max_block: int = 1,
-        impl: Impl | str = Impl.AUTO,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        places = max_block + 1
-        super().__init__(
-            layers, slots, places=places, max_block=max_block, impl=impl, device=device
-        )
+    def _places(self, max_block: int) -> int:
+        return max_block + 1
 
     def _moved_states(self, tokens: int, accepted: int) -> int:
         return 1 + tokens
@@ -348,26 +332,10 @@ class SnapshotPool(_WholeStates):
 
 
 class RecomputePool(_WholeStates):
-    """One checkpoint: a verify runs on a copy, the commit runs the accepted tokens again.
+    """One checkpoint: a verify runs on a copy, the commit runs the accepted tokens again."""
 
-    Args:
-        layers: Geometry of the model's recurrent layers, in order.
-        slots: Number of sequences that fit at once.
-        max_block: Largest T of one block.
-        impl: Implementation of the standard step.
-        device: Where everything lives.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[LayerSpec],
-        slots: int,
-        *,
-        max_block: int = 1,
-        impl: Impl | str = Impl.AUTO,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(layers, slots, places=2, max_block=max_block, impl=impl, device=device)
+    def _places(self, max_block: int) -> int:
+        return 2
 
     def _moved_states(self, tokens: int, accepted: int) -> int:
         return 2 if accepted in (0, tokens) else 4

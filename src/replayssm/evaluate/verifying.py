@@ -194,12 +194,8 @@ def measure(
             del ways[arm.name]
     plain = PlainDecode(spec, layers, wide_blocks(spec, batch, 1, plan.seed))
     plain.round()
-    seconds = per_token(
-        {**ways, PLAIN: plain},
-        rounds=ROUNDS,
-        samples=scope.rounds,
-        limit_s=scope.cell_seconds / 2,
-    )
+    limit = scope.cell_seconds / 2
+    seconds = per_token({**ways, PLAIN: plain}, rounds=ROUNDS, samples=scope.rounds, limit_s=limit)
 
     def against(other: str, name: str) -> Estimate | None:
         return None if name == other else paired_ratio(seconds[other], seconds[name])

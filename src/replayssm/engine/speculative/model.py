@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replayssm.engine.speculative.draft import MAX_NODES, Draft, check_request
-from replayssm.engine.speculative.sampling import sample_token, softmax
+from replayssm.engine.speculative.sampling import check_sampling, sample_token, softmax
 from replayssm.engine.speculative.tree import expand_top_k
 from replayssm.errors import ContractError
 
@@ -102,10 +102,7 @@ class ModelDrafter:
         temperature: float = 0.0,
         rng: np.random.Generator | None = None,
     ) -> None:
-        if temperature < 0:
-            raise ContractError("temperature", "a number >= 0", temperature)
-        if temperature > 0 and rng is None:
-            raise ContractError("rng", "a generator when temperature > 0", None)
+        check_sampling(temperature, rng)
         self.model = model
         self._temperature = temperature
         self._rng = rng

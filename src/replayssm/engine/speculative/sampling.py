@@ -19,6 +19,18 @@ SUM_TOLERANCE = 0.01
 """How far a row of probabilities may be from 1 in sum (low-precision softmax) before scaling."""
 
 
+def check_sampling(temperature: float, rng: np.random.Generator | None) -> None:
+    """Refuse a negative temperature, and sampling without a generator.
+
+    Raises:
+        ContractError: As said.
+    """
+    if temperature < 0:
+        raise ContractError("temperature", "a number >= 0", temperature)
+    if temperature > 0 and rng is None:
+        raise ContractError("rng", "a generator when temperature > 0", None)
+
+
 def softmax(logits: NDArray[np.floating[Any]], temperature: float = 1.0) -> NDArray[np.float64]:
     """Return ``[..., vocab]`` float64 probabilities, exp(logits / temperature) over their sum.
 

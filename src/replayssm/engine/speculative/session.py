@@ -14,7 +14,7 @@ from replayssm.engine.speculative.acceptance import (
     accept_sampled,
 )
 from replayssm.engine.speculative.draft import Draft
-from replayssm.engine.speculative.sampling import softmax
+from replayssm.engine.speculative.sampling import check_sampling, softmax
 from replayssm.engine.speculative.stats import AcceptanceStats
 from replayssm.errors import ContractError
 
@@ -83,10 +83,7 @@ class SpeculativeSession:
         temperature: float = 0.0,
         rng: np.random.Generator | None = None,
     ) -> None:
-        if temperature < 0:
-            raise ContractError("temperature", "a number >= 0", temperature)
-        if temperature > 0 and rng is None:
-            raise ContractError("rng", "a generator when temperature > 0", None)
+        check_sampling(temperature, rng)
         self._verifier, self._drafter, self._length = verifier, drafter, length
         self._temperature, self._rng = temperature, rng
 

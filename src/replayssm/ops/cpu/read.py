@@ -124,18 +124,25 @@ def make_lines(
     return one, eight_rows
 
 
-def make_tile(
-    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
-) -> Callable[..., None]:
-    """Return four rows times four queries."""
+def make_fetch_rows(high_size: int, low_size: int) -> Callable[[int, int, int, int, int], None]:
+    """Return what fetches four rows some rows ahead, once a line; a size of 0 fetches nothing."""
 
     @inlined
-    def fetch_far(high: int, step: int, low: int, rest: int, i: int) -> None:
+    def fetch_rows(high: int, step: int, low: int, rest: int, i: int) -> None:
         for r in range(4):
             if high_size and i * high_size % LINE == 0:
                 prefetch(high + (ROWS_AHEAD + r) * step + high_size * i)
             if low_size and i * low_size % LINE == 0:
                 prefetch(low + (ROWS_AHEAD + r) * rest + low_size * i)
+
+    return fetch_rows
+
+
+def make_tile(
+    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
+) -> Callable[..., None]:
+    """Return four rows times four queries."""
+    fetch_rows = make_fetch_rows(high_size, low_size)
 
     @inlined
     def four(row: Vec, p: Vec, q: Vec, r: Vec, s: Vec, sums: Four) -> Four:
@@ -154,7 +161,7 @@ def make_tile(
         n: int,
         sums: tuple[Four, Four, Four, Four],
     ) -> tuple[Four, Four, Four, Four]:
-        fetch_far(high, step, low, rest, i)
+        fetch_rows(high, step, low, rest, i)
         at = x + 4 * i
         p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
         a, b, c, d = sums
