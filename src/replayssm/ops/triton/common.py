@@ -1,0 +1,131 @@
+"""Device functions shared by the Triton kernels: positions, gates, exact dots, integer dots.
+
+A plan on the device is ``[6, B]`` int64, one row of the table per field below. A tile that no fold
+has reached stands at the slot's base, so every position is >= 0.
+"""
+
+import triton
+import triton.language as tl
+
+SLOT = tl.constexpr(0)
+BASE = tl.constexpr(1)
+FOLDED = tl.constexpr(2)
+COMMITTED = tl.constexpr(3)
+LENGTH = tl.constexpr(4)
+FULL = tl.constexpr(5)
+
+
+@triton.jit
+def folded_to(tile, base, folded, WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr):
+    """Return the position up to which ``tile`` is folded once the planes reached ``folded``."""
+    phase = tile * WINDOW // TILES
+    past = folded - KEEP - phase
+    boundary = tl.where(past >= 0, past // WINDOW * WINDOW + phase, 0)
+    return tl.maximum(base, boundary)
+
+
+@triton.jit
+def oldest_needed(base, folded, WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr):
+    """Return the oldest position whose entry some tile has not folded."""
+    oldest = folded_to(0, base, folded, WINDOW, KEEP, TILES)
+    for tile in tl.static_range(1, TILES):
+        oldest = tl.minimum(oldest, folded_to(tile, base, folded, WINDOW, KEEP, TILES))
+    return oldest
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)) with full relative precision at both ends."""
+    grown = tl.exp(tl.minimum(x, 20.0))
+    # log(1 + e) loses e once it is small; its series does not
+    near = tl.where(grown < 1e-3, grown * (1.0 - grown * (0.5 - grown * (1.0 / 3.0))), 0.0)
+    return tl.where(x > 20.0, x, tl.where(grown < 1e-3, near, tl.log(1.0 + grown)))
+
+
+@triton.jit
+def gate(raw_g, raw_w, rate, bias, low, high, GATES: tl.constexpr):
+    """Return the log-decay and the write strength of raw inputs; every kernel's one formula.
+
+    ``none``: they are given. ``dt`` (Mamba-2): w = softplus(raw_g + bias) within low .. high,
+    g = -rate w. ``beta`` (Gated DeltaNet, KDA): g = -rate softplus(raw_g + bias),
+    w = sigmoid(raw_w).
+    """
+    g, w = raw_g, raw_w
+    if GATES == "dt":
+        w = tl.minimum(tl.maximum(softplus(raw_g + bias), low), high)
+        g = -rate * w
+    if GATES == "beta":
+        g = -rate * softplus(raw_g + bias)
+        w = 1.0 / (1.0 + tl.exp(-raw_w))
+    return g, w
+
+
+@triton.jit
+def unit(x, eps, NORM: tl.constexpr):
+    """Divide the last axis of fp32 ``x`` by its L2 norm, as sqrt(sum of squares + eps)."""
+    if NORM:
+        axis: tl.constexpr = len(x.shape) - 1
+        x = x * tl.rsqrt(tl.sum(x * x, axis, keep_dims=True) + eps)
+    return x
+
+
+@triton.jit
+def _cut_bf16(a):
+    """Return the leading 8 bits of fp32 ``a`` as bf16, and the exact rest; three cuts are all."""
+    bits = a.to(tl.int32, bitcast=True)
+    top = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return top, a - (bits & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def dot_exact(a, b, acc, B16: tl.constexpr):
+    """Add ``a @ b`` to ``acc`` with fp32 products; ``a`` is fp32.
+
+    A bf16 ``b`` (``B16``) is exact on the tensor cores against three bf16 parts of ``a``.
+    """
+    if B16:
+        top, rest = _cut_bf16(a)
+        middle, rest = _cut_bf16(rest)
+        last, _ = _cut_bf16(rest)
+        part = b.to(tl.bfloat16)
+        acc = tl.dot(last, part, acc)
+        acc = tl.dot(middle, part, acc)
+        acc = tl.dot(top, part, acc)
+    else:
+        acc = tl.dot(a, b.to(tl.float32), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def dot4(a, b, acc, ASM: tl.constexpr):
+    """Add the products of four signed bytes in each int32 word of ``a`` and ``b`` to ``acc``."""
+    if ASM:
+        acc = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, acc], tl.int32, True, 1
+        )
+    else:
+        for i in tl.static_range(4):
+            acc += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+    return acc
+
+
+@triton.jit
+def round_int(x, ASM: tl.constexpr):
+    """Round fp32 to int32, half to even on NVIDIA and half up elsewhere; NaN becomes 0."""
+    if ASM:
+        q = tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
+    else:
+        q = tl.floor(tl.where(x == x, x, 0.0) + 0.5).to(tl.int32)
+    return q
+
+
+@triton.jit
+def larger(a, b):
+    """Return the larger number, or NaN where one is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def row_amax(x):
+    """Return the largest magnitude of each row; NaN where a row holds one."""
+    return tl.reduce(tl.abs(x), 1, larger)

@@ -1,0 +1,231 @@
+"""The step's kernels: fold what is due, then read, by row, value head and chunk of value rows.
+
+A fold wants several times the registers of a read, and rows fold at different times. So there are
+three kernels of one body: ``step_kernel`` does both (small batches, one launch); at large batches
+``read_kernel`` serves the tiles that fold nothing in this step, with a program each, beside
+``due_kernel``, whose small grid walks the list of those that do.
+"""
+
+import triton
+import triton.language as tl
+
+from replayssm.ops.triton.common import (
+    BASE,
+    COMMITTED,
+    FOLDED,
+    FULL,
+    LENGTH,
+    SLOT,
+    folded_to,
+    oldest_needed,
+)
+from replayssm.ops.triton.fold import fold_chunk
+from replayssm.ops.triton.read import read_chunk
+
+
+@triton.jit
+def fold_due(
+    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, stop, phase, row0, row_end,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
+    CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, FE: tl.constexpr,
+):  # fmt: skip
+    """Fold a chunk from ``start`` to its boundary ``stop``, one window at a time."""
+    position = start
+    while position < stop:
+        # the planes at a boundary are a function of positions alone: encode at each of them
+        count = WINDOW - (position - phase + WINDOW) % WINDOW
+        fold_chunk(
+            high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
+            (position % R).to(tl.int32), count.to(tl.int32), row0, row_end,
+            K, V, R, FORMAT, DELTA, CHANNEL, ASM, CHUNK, BF, BC, BK, FE,
+        )  # fmt: skip
+        # what follows reads what other lanes have just written
+        tl.debug_barrier()
+        position += count
+
+
+@triton.jit
+def _run_chunk(
+    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
+    rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+    row, head, part, FOLDS: tl.constexpr, WHICH: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
+    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
+    ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
+    BK: tl.constexpr, FE: tl.constexpr,
+):  # fmt: skip
+    """Write ``out[row, :, head, chunk]``; rewrite the chunk's planes where a boundary is due.
+
+    ``SHARED_X``: ``x`` is the block's query, one a key head, and takes ``scale``.
+    """
+    per_tile: tl.constexpr = V // TILES
+    chunks: tl.constexpr = (per_tile + CHUNK - 1) // CHUNK
+    tile = part // chunks
+    row0 = tile * per_tile + part % chunks * CHUNK
+    row_end = tl.minimum(row0 + CHUNK, (tile + 1) * per_tile)
+    slot = tl.load(plan + SLOT * rows + row)
+    length = tl.load(plan + LENGTH * rows + row)
+    base = tl.load(plan + BASE * rows + row)
+    first = tl.load(plan + COMMITTED * rows + row)
+    before = tl.load(plan + FOLDED * rows + row)
+    folded = tl.maximum(before, first)
+    start = folded_to(tile, base, before, WINDOW, KEEP, TILES)
+    stop = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
+    out += row * out_row + head * V
+    if slot < 0:
+        every = row0 + tl.arange(0, BC)
+        for t in range(T):
+            tl.store(out + t * out_token + every, 0.0, every < row_end)
+    elif WHICH == "all" or start == stop:
+        oldest = oldest_needed(base, folded, WINDOW, KEEP, TILES)
+        high += slot * high_slot + head * V * K
+        ring_k += slot * k_slot + head // (HV // H) * R * K
+        ring_v += slot * v_slot + head * R * V
+        if FORMAT != "f32" and FORMAT != "bf16":
+            low += slot * low_slot + head * V * K
+        if FORMAT == "q24" or FORMAT == "q16":
+            scales += slot * scales_slot + head * V
+            columns += slot * columns_slot + (head * TILES + tile) * K
+        if FOLDS:
+            if start < stop:
+                fold_due(
+                    high, low, scales, columns, ring_k, ring_v,
+                    ring_g + slot * g_slot + head * R * (K if CHANNEL else 1),
+                    ring_w + slot * w_slot + head * R,
+                    start, stop, tile * WINDOW // TILES, row0, row_end,
+                    K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, CHUNK, BF, BC, BK, FE,
+                )  # fmt: skip
+        if SHARED_X:
+            x += row * x_row + head // (HV // H) * x_head
+        else:
+            x += row * x_row + head * x_head + tile * x_tile
+        begin = (stop - oldest).to(tl.int32)
+        total = (first + length - oldest).to(tl.int32)
+        full = tl.load(plan + FULL * rows + row) != 0
+        read_chunk(
+            out, x, scale + (row * HV + head) * T * TILES + tile, coef + (row * HV + head) * T * NE,
+            gate_z + row * z_row + head * V, high, low, scales, columns, ring_v,
+            out_token, z_token, x_token, (oldest % R).to(tl.int32), begin, total, length, full,
+            row0, row_end, T, K, V, R, NE, TILES, FORMAT, DEPTH, SHARED_X, DIGITS, HAS_Z, ASM,
+            CHUNK, BR, BK,
+        )  # fmt: skip
+
+
+@triton.jit
+def step_kernel(
+    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
+    rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+    T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
+    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
+    ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
+    BK: tl.constexpr, FE: tl.constexpr,
+):  # fmt: skip
+    """Fold and read; the grid is rows x value heads, chunks."""
+    row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
+    part = tl.program_id(1)
+    _run_chunk(
+        plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g,
+        ring_w, rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+        high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+        row, head, part, True, "all", T, H, HV, K, V, R, NE, WINDOW, KEEP, TILES, FORMAT, DEPTH,
+        DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK, FE,
+    )  # fmt: skip
+
+
+@triton.jit
+def read_kernel(
+    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
+    rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+    T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
+    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
+    ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
+    BK: tl.constexpr, FE: tl.constexpr,
+):  # fmt: skip
+    """Read the chunks that fold nothing in this step; the grid is the step kernel's."""
+    row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
+    part = tl.program_id(1)
+    _run_chunk(
+        plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g,
+        ring_w, rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+        high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+        row, head, part, False, "rest", T, H, HV, K, V, R, NE, WINDOW, KEEP, TILES, FORMAT, DEPTH,
+        DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK, FE,
+    )  # fmt: skip
+
+
+@triton.jit
+def due_kernel(
+    due, stride,
+    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
+    rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+    T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
+    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
+    ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
+    BK: tl.constexpr, FE: tl.constexpr,
+):  # fmt: skip
+    """Fold and read the tiles on the list ``due``: their number, then ``row * TILES + tile``."""
+    chunks: tl.constexpr = (V // TILES + CHUNK - 1) // CHUNK
+    items = tl.load(due) * HV * chunks
+    for item in range(tl.program_id(0), items, stride):
+        entry = tl.load(due + 1 + item // (HV * chunks))
+        row, head = (entry // TILES).to(tl.int64), item // chunks % HV
+        part = entry % TILES * chunks + item % chunks
+        _run_chunk(
+            plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g,
+            ring_w, rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+            high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+            row, head, part, True, "all", T, H, HV, K, V, R, NE, WINDOW, KEEP, TILES, FORMAT, DEPTH,
+            DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK, FE,
+        )  # fmt: skip
+
+
+@triton.jit
+def fold_kernel(
+    plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
+    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr, FORMAT: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
+    CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, FE: tl.constexpr,
+):  # fmt: skip
+    """Fold what is due of every row and nothing else; the grid is the step kernel's."""
+    row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
+    per_tile: tl.constexpr = V // TILES
+    chunks: tl.constexpr = (per_tile + CHUNK - 1) // CHUNK
+    tile = tl.program_id(1) // chunks
+    row0 = tile * per_tile + tl.program_id(1) % chunks * CHUNK
+    row_end = tl.minimum(row0 + CHUNK, (tile + 1) * per_tile)
+    slot = tl.load(plan + SLOT * rows + row)
+    if slot < 0:
+        return
+    base = tl.load(plan + BASE * rows + row)
+    before = tl.load(plan + FOLDED * rows + row)
+    folded = tl.maximum(before, tl.load(plan + COMMITTED * rows + row))
+    start = folded_to(tile, base, before, WINDOW, KEEP, TILES)
+    stop = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
+    high += slot * high_slot + head * V * K
+    if FORMAT != "f32" and FORMAT != "bf16":
+        low += slot * low_slot + head * V * K
+    if FORMAT == "q24" or FORMAT == "q16":
+        scales += slot * scales_slot + head * V
+        columns += slot * columns_slot + (head * TILES + tile) * K
+    fold_due(
+        high, low, scales, columns,
+        ring_k + slot * k_slot + head // (HV // H) * R * K, ring_v + slot * v_slot + head * R * V,
+        ring_g + slot * g_slot + head * R * (K if CHANNEL else 1), ring_w + slot * w_slot + head * R,
+        start, stop, tile * WINDOW // TILES, row0, row_end,
+        K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, CHUNK, BF, BC, BK, FE,
+    )  # fmt: skip
