@@ -129,3 +129,17 @@ def larger(a, b):
 def row_amax(x):
     """Return the largest magnitude of each row; NaN where a row holds one."""
     return tl.reduce(tl.abs(x), 1, larger)
+
+
+@triton.jit
+def fetch_rows(at, COUNT: tl.constexpr, live):
+    """Ask for ``COUNT`` elements at a scalar pointer to be brought into the L2 cache (NVIDIA)."""
+    per_line: tl.constexpr = 128 // (at.dtype.element_ty.primitive_bitwidth // 8)
+    lines: tl.constexpr = (COUNT + per_line - 1) // per_line
+    width: tl.constexpr = 1 << (lines - 1).bit_length()
+    line = tl.arange(0, width)
+    # lines beyond the last ask for the last again
+    target = at + tl.where(live, tl.minimum(line, lines - 1) * per_line, 0)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [target], tl.int32, False, 1
+    )

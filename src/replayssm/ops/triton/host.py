@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replayssm.errors import UnsupportedError
 from replayssm.ops.triton.launch import Launch, default_launch, is_parallel, power_of_two
-from replayssm.ops.triton.pullback import channel_kernel, scalar_kernel
+from replayssm.ops.triton.pullback import chain_kernel, products_kernel
 from replayssm.ops.triton.step import due_kernel, fold_kernel, read_kernel, step_kernel
 from replayssm.types import Decay, Write
 
@@ -193,7 +193,7 @@ def _pull_back(
     entries = max(16, power_of_two(ring.window - 1 + ring.keep + tokens))
     device = store.high.device
     coef = torch.empty(rows, at.value_heads, tokens, entries, device=device)
-    is_scalar, is_delta = at.decay is Decay.SCALAR, at.write is Write.DELTA
+    is_scalar = at.decay is Decay.SCALAR
     none = store.high
     x, scale = none, none
     if is_parallel(spec):
@@ -215,14 +215,18 @@ def _pull_back(
         "T": tokens, "H": at.key_heads, "HV": at.value_heads, "K": at.key_dim, "V": at.value_dim,
         "R": ring.ring_len, "NE": entries, "WINDOW": ring.window, "KEEP": ring.keep,
         "TILES": ring.tiles, "GATES": fused.gates, "SKIP": fused.skip is not None,
-        "NORM": fused.norm, "DELTA": is_delta, "ASM": _has_asm(device),
-        "BL": LINES if is_scalar else power_of_two(tokens),
+        "NORM": fused.norm, "DELTA": at.write is Write.DELTA, "CHANNEL": not is_scalar,
+        "ASM": _has_asm(device),
         "BK": power_of_two(at.key_dim), "BV": power_of_two(at.value_dim),
     }  # fmt: skip
-    kernel, grid = channel_kernel, (rows, at.value_heads)
-    if is_scalar:
-        blocks = -(-at.heads_per_key * tokens // LINES)
-        kernel, grid = scalar_kernel, (rows, at.key_heads, blocks)
+    # one query of a delta layer is carried back faster than its products of keys are made
+    if is_parallel(spec) or (is_scalar and tokens > 1):
+        constants["BL"] = LINES
+        kernel, grid = products_kernel, (rows, at.key_heads, -(-at.heads_per_key * tokens // LINES))
+    else:
+        heads = at.heads_per_key if is_scalar else 1
+        constants["BL"] = power_of_two(heads * tokens)
+        kernel, grid = chain_kernel, (rows, at.value_heads // heads)
     call = Call(kernel, grid, args, constants, how.pull_warps)
     shared = is_parallel(spec)
     return _Pulled(call, coef, block.q if shared else x, strides, scale if shared else None)
@@ -252,7 +256,6 @@ def _fold_blocks(store: LayerStore, how: Launch) -> dict[str, int]:
     return {
         "CHUNK": how.chunk, "BF": how.fold_rows, "BC": power_of_two(how.chunk),
         "BK": power_of_two(store.spec.layer.key_dim),
-        "FE": max(16, power_of_two(store.spec.ring.window)),
     }  # fmt: skip
 
 

@@ -6,13 +6,9 @@ writes with scalar decays that vector is the query times one number, ``scale [B,
 otherwise it is ``x [B, HV, TILES, T, K]``. The skip connection D is a part of the weight of a
 token's own entry.
 
-With scalar decays (:func:`scalar_kernel`) the chain needs only products of keys. For the vector x
-that has come past the entries newer than j let ``z_j = k_j . x``: passing entry i is
-``c_i = w_i z_i`` and, for delta writes, ``z_j = D_i (z_j - c_i k_i . k_j)``. Keys are read once for
-all value heads of a key head, and the serial part is on numbers.
-
-A token's ancestors in its block are a bit mask, ``ancestors [B, T]`` int64. A pad row has no
-entries and no tokens, so that every mask is empty.
+A program carries ``BL`` lines, a value head and a token each, of one row and key head. It appends
+its own entries first and then finds every entry in the rings. A token's ancestors in its block are
+a bit mask, ``ancestors [B, T]`` int64. A pad row has no entries and no tokens: every mask is empty.
 """
 
 import triton
@@ -33,41 +29,67 @@ from replayssm.ops.triton.common import (
 
 
 @triton.jit
-def acts_on(ancestors, row, token, entry, T: tl.constexpr):
-    """Whether the entry of block token ``entry`` lies on the path to ``token``."""
+def _on_path(ancestors, row, token, entry, T: tl.constexpr):
+    """Whether block token ``entry`` is an ancestor of ``token`` or itself; the past always is."""
     if T == 1:
-        acts = entry == token
+        acts = entry <= 0
     else:
-        near = tl.minimum(tl.maximum(entry, 0), T - 1)
         path = tl.load(ancestors + row * T + tl.minimum(token, T - 1))
-        acts = (entry >= 0) & (entry < T) & (((path >> near.to(tl.int64)) & 1) != 0)
+        near = tl.minimum(tl.maximum(entry, 0), T - 1).to(tl.int64)
+        acts = (entry < 0) | (((path >> near) & 1) != 0)
     return acts
 
 
 @triton.jit
-def _line_gates(
-    ring_g, ring_w, g, w, rate, bias, w_low, w_high, head, line_live, entry, start, past, length,
-    g_token, w_token, R: tl.constexpr, GATES: tl.constexpr,
+def _append(
+    row, h, head, t, live, at, k, v, g, w, rates, biases, ring_k, ring_v, ring_g, ring_w,
+    k_row, k_token, v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high, eps,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, HV: tl.constexpr, GATES: tl.constexpr,
+    NORM: tl.constexpr, CHANNEL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Return log-decays and write strengths ``[lines, entries]``; 0 where there is no entry."""
-    token = entry - past
-    is_past = line_live[:, None] & (entry < past)[None, :]
-    is_new = line_live[:, None] & ((entry >= past) & (token < length))[None, :]
-    at = start + entry
-    at = tl.where(at >= R, at - R, at)
-    old_g = tl.load(ring_g + head[:, None] * R + at[None, :], is_past, 0.0)
-    old_w = tl.load(ring_w + head[:, None] * R + at[None, :], is_past, 0.0)
-    raw_g = tl.load(g + token[None, :] * g_token + head[:, None], is_new, 0.0).to(tl.float32)
-    raw_w = raw_g
+    """Write the entries of a program's lines to ring indices ``at [lines]``.
+
+    Lines of the value heads of a key head store the same key.
+    """
+    kk, vv = tl.arange(0, BK), tl.arange(0, BV)
+    k_live, v_live = live[:, None] & (kk < K)[None, :], live[:, None] & (vv < V)[None, :]
+    key = tl.load(k + row * k_row + h * K + t[:, None] * k_token + kk[None, :], k_live, 0.0)
+    value = tl.load(v + row * v_row + t[:, None] * v_token + head[:, None] * V + vv[None, :],
+                    v_live, 0.0)  # fmt: skip
+    raw_w = tl.zeros_like(at).to(tl.float32)
     if GATES != "dt":
-        raw_w = tl.load(w + token[None, :] * w_token + head[:, None], is_new, 0.0).to(tl.float32)
-    new_g, new_w = gate(raw_g, raw_w, rate[:, None], bias[:, None], w_low, w_high, GATES)
-    log_decay = tl.where(is_past, old_g, tl.where(is_new, new_g, 0.0))
-    return log_decay, tl.where(is_past, old_w, tl.where(is_new, new_w, 0.0))
+        raw_w = tl.load(w + row * w_row + t * w_token + head, live, 0.0).to(tl.float32)
+    rate, bias = raw_w, raw_w
+    if GATES != "none":
+        rate = tl.load(rates + head, live, 0.0).to(tl.float32)
+    if CHANNEL:
+        at_g = head[:, None] * K + kk[None, :]
+        if GATES != "none":
+            bias = tl.load(biases + at_g, k_live, 0.0).to(tl.float32)
+        else:
+            bias = bias[:, None]
+        raw_g = tl.load(g + row * g_row + t[:, None] * g_token + at_g, k_live, 0.0)
+        log_decay, strength = gate(raw_g.to(tl.float32), raw_w[:, None], rate[:, None], bias,
+                                   w_low, w_high, GATES)  # fmt: skip
+        tl.store(ring_g + (head * R + at)[:, None] * K + kk[None, :], log_decay, k_live)
+        tl.store(ring_w + (head * R + at)[:, None], strength, live[:, None])
+    else:
+        if GATES != "none":
+            bias = tl.load(biases + head, live, 0.0).to(tl.float32)
+        raw_g = tl.load(g + row * g_row + t * g_token + head, live, 0.0).to(tl.float32)
+        log_decay, strength = gate(raw_g, raw_w, rate, bias, w_low, w_high, GATES)
+        tl.store(ring_g + head * R + at, log_decay, live)
+        tl.store(ring_w + head * R + at, strength, live)
+    key = unit(key.to(tl.float32), eps, NORM).to(ring_k.dtype.element_ty)
+    tl.store(ring_k + (h * R + at)[:, None] * K + kk[None, :], key, k_live)
+    tl.store(ring_v + (head * R + at)[:, None] * V + vv[None, :],
+             value.to(ring_v.dtype.element_ty), v_live)  # fmt: skip
+    # what follows reads what other lanes have just written
+    tl.debug_barrier()
 
 
 @triton.jit
-def scalar_kernel(
+def products_kernel(
     plan, ancestors, q, k, v, g, w, rates, biases, skips,
     ring_k, ring_v, ring_g, ring_w, coef, scale, x_out,
     rows, q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, w_row, w_token,
@@ -75,121 +97,100 @@ def scalar_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, GATES: tl.constexpr, SKIP: tl.constexpr, NORM: tl.constexpr,
-    DELTA: tl.constexpr, ASM: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr, BL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Scalar decays: one program per row, key head and ``BL`` lines, a value head and token each."""
+    """Scalar decays: from products of keys alone, all entries of a line side by side.
+
+    For the vector x that has come past the entries newer than j let ``z_j = k_j . x``. Passing
+    entry i is ``c_i = w_i z_i`` and, for delta writes, ``z_j = D_i (z_j - c_i k_i . k_j)``.
+    """
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     per: tl.constexpr = HV // H
     B16: tl.constexpr = ASM and ring_k.dtype.element_ty == tl.bfloat16
-    Q16: tl.constexpr = B16 and q.dtype.element_ty == tl.bfloat16
     line = tl.program_id(2) * BL + tl.arange(0, BL)
-    e, kk, vv = tl.arange(0, NE), tl.arange(0, BK), tl.arange(0, BV)
-    j, t = line // T, line % T
-    head, k_live = h * per + j, kk < K
+    e, kk = tl.arange(0, NE), tl.arange(0, BK)
+    t, head, k_live = line % T, h * per + line // T, kk < K
     slot = tl.maximum(tl.load(plan + SLOT * rows + row), 0)
     base = tl.load(plan + BASE * rows + row)
     first = tl.load(plan + COMMITTED * rows + row)
     before = tl.load(plan + FOLDED * rows + row)
     length = tl.load(plan + LENGTH * rows + row).to(tl.int32)
-    live = (j < per) & (t < length)
-    both = live[:, None] & k_live[None, :]
-    queries = tl.load(q + row * q_row + h * K + t[:, None] * q_token + kk[None, :], both, 0.0)
-    value = tl.load(v + row * v_row + t[:, None] * v_token + head[:, None] * V + vv[None, :],
-                    live[:, None] & (vv < V)[None, :], 0.0)  # fmt: skip
-    rate, bias, skip = (tl.zeros((BL,), tl.float32),) * 3
-    if GATES != "none":
-        rate = tl.load(rates + head, j < per, 0.0).to(tl.float32)
-        bias = tl.load(biases + head, j < per, 0.0).to(tl.float32)
-    if SKIP:
-        skip = tl.load(skips + head, j < per, 0.0).to(tl.float32)
-
+    live = (line < per * T) & (t < length)
     folded = tl.maximum(before, first)
     oldest = oldest_needed(base, folded, WINDOW, KEEP, TILES)
     past, start = (first - oldest).to(tl.int32), (oldest % R).to(tl.int32)
-    token = e - past
-    at = start + e
-    at = tl.where(at >= R, at - R, at)
-    ring_k += slot * k_slot + h * R * K
-    ring_v += slot * v_slot
-    ring_g += slot * g_slot
-    ring_w += slot * w_slot
-    g += row * g_row
-    w += row * w_row
-    is_new = (token >= 0) & (token < length)
-    old = tl.load(ring_k + at[:, None] * K + kk[None, :],
-                  (token < 0)[:, None] & k_live[None, :], 0.0)  # fmt: skip
-    new = tl.load(k + row * k_row + h * K + token[:, None] * k_token + kk[None, :],
-                  is_new[:, None] & k_live[None, :], 0.0)  # fmt: skip
-    new = unit(new.to(tl.float32), eps, NORM).to(ring_k.dtype.element_ty)
-    keys = tl.where((token < 0)[:, None], old, new)
-    gs, ws = _line_gates(ring_g, ring_w, g, w, rate, bias, w_low, w_high, head, live, e,
-                         start, past, length, g_token, w_token, R, GATES)  # fmt: skip
-    if not DELTA:
-        # the decay behind an entry is the sum of the newer gates, never a difference of sums
-        later, _ = _line_gates(ring_g, ring_w, g, w, rate, bias, w_low, w_high, head, live, e + 1,
-                               start, past, length, g_token, w_token, R, GATES)  # fmt: skip
+    ring_k, ring_v = ring_k + slot * k_slot, ring_v + slot * v_slot
+    ring_g, ring_w = ring_g + slot * g_slot, ring_w + slot * w_slot
+    _append(row, h, head, t, live, (start + past + t) % R, k, v, g, w, rates, biases,
+            ring_k, ring_v, ring_g, ring_w, k_row, k_token, v_row, v_token, g_row, g_token,
+            w_row, w_token, w_low, w_high, eps, K, V, R, HV, GATES, NORM, CHANNEL,
+            BK, BV)  # fmt: skip
 
-    own = token[None, :] == t[:, None]
-    tl.store(ring_g + head[:, None] * R + at[None, :], gs, live[:, None] & own)
-    tl.store(ring_w + head[:, None] * R + at[None, :], ws, live[:, None] & own)
-    here = (start + past + t) % R
-    tl.store(ring_v + (head * R + here)[:, None] * V + vv[None, :],
-             value.to(ring_v.dtype.element_ty), live[:, None] & (vv < V)[None, :])  # fmt: skip
-    if tl.program_id(2) == 0:
-        tl.store(ring_k + at[:, None] * K + kk[None, :], new, is_new[:, None] & k_live[None, :])
-
-    factor = tl.full((BL,), 1.0, tl.float32) * q_scale
-    if NORM:
-        wide = queries.to(tl.float32)
-        factor *= tl.rsqrt(tl.sum(wide * wide, 1) + eps)
-    dots = tl.zeros((BL, NE), tl.float32)
-    if Q16:
-        dots = tl.dot(queries, tl.trans(keys), dots)
+    total = past + length
+    at, next_at = start + e, start + e + 1
+    at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
+    keys = tl.load(ring_k + (h * R + at)[:, None] * K + kk[None, :],
+                   (e < total)[:, None] & k_live[None, :], 0.0)  # fmt: skip
+    path = live[:, None] & (e < total)[None, :]
+    path = path & _on_path(ancestors, row, t[:, None], (e - past)[None, :], T)
+    gates = tl.load(ring_g + head[:, None] * R + at[None, :], path, 0.0)
+    strength = tl.load(ring_w + head[:, None] * R + at[None, :], path, 0.0)
+    at_q = q + row * q_row + h * K
+    factor = tl.zeros((BL,), tl.float32) + q_scale
+    if T == 1:
+        query = tl.load(at_q + kk, k_live & (length > 0), 0.0).to(tl.float32)
+        query = unit(query, eps, NORM)
+        z = tl.sum(keys.to(tl.float32) * query[None, :], 1)[None, :] + tl.zeros_like(gates)
     else:
-        dots = dot_exact(queries.to(tl.float32), tl.trans(keys), dots, B16)
-    dots *= factor[:, None]
-    path = (token < 0)[None, :] | acts_on(ancestors, row, t[:, None], token[None, :], T)
-    gates, strength = tl.where(path, gs, 0.0), tl.where(path, ws, 0.0)
-    out = (row * HV + head) * T + t
+        query = tl.load(at_q + t[:, None] * q_token + kk[None, :],
+                        live[:, None] & k_live[None, :], 0.0).to(tl.float32)  # fmt: skip
+        query = unit(query, eps, NORM)
+        z = dot_exact(query, tl.trans(keys), tl.zeros((BL, NE), tl.float32), B16)
+    z *= factor[:, None]
     if DELTA:
+        wide = keys.to(tl.float32)
         if B16:
             gram = tl.dot(keys, tl.trans(keys))
         else:
-            gram = tl.dot(keys.to(tl.float32), tl.trans(keys.to(tl.float32)),
-                          input_precision="ieee")  # fmt: skip
+            gram = tl.dot(wide, tl.trans(wide), input_precision="ieee")
         decay, c = tl.exp(gates), tl.zeros((BL, NE), tl.float32)
-        for i in range(past + length):
-            newest = past + length - 1 - i
-            is_it = (e == newest)[None, :]
-            c_i = tl.sum(tl.where(is_it, dots * strength, 0.0), 1)
+        for i in range(total):
+            is_it = (e == total - 1 - i)[None, :]
+            c_i = tl.sum(tl.where(is_it, z * strength, 0.0), 1)
             d_i = tl.sum(tl.where(is_it, decay, 0.0), 1)
-            k_i = tl.sum(tl.where((e == newest)[:, None], gram, 0.0), 0)
+            k_i = tl.sum(tl.where((e == total - 1 - i)[:, None], gram, 0.0), 0)
             c = tl.where(is_it, c_i[:, None], c)
-            dots = d_i[:, None] * (dots - c_i[:, None] * k_i[None, :])
+            z = d_i[:, None] * (z - c_i[:, None] * k_i[None, :])
     else:
-        later_path = (token + 1 < 0)[None, :] | acts_on(
-            ancestors, row, t[:, None], token[None, :] + 1, T
-        )
-        behind = tl.cumsum(tl.where(later_path, later, 0.0), 1, reverse=True)
-        c = strength * tl.exp(behind) * dots
-    tl.store(coef + out[:, None] * NE + e[None, :], tl.where(own, c + skip[:, None], c),
-             live[:, None])  # fmt: skip
+        # the decay behind an entry is the sum of the newer gates, never a difference of sums
+        later = live[:, None] & (e + 1 < total)[None, :]
+        later = later & _on_path(ancestors, row, t[:, None], (e + 1 - past)[None, :], T)
+        newer = tl.load(ring_g + head[:, None] * R + next_at[None, :], later, 0.0)
+        c = strength * tl.exp(tl.cumsum(newer, 1, reverse=True)) * z
+    out = (row * HV + head) * T + t
+    weight = c
+    if SKIP:
+        skip = tl.load(skips + head, live, 0.0).to(tl.float32)
+        weight = tl.where((e - past)[None, :] == t[:, None], c + skip[:, None], c)
+    tl.store(coef + out[:, None] * NE + e[None, :], weight, live[:, None])
     for tile in tl.static_range(TILES):
         begin = (folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest).to(tl.int32)
         passed = tl.where((e >= begin)[None, :], gates, 0.0)
-        total = tl.exp(tl.sum(passed, 1)) * factor
+        arrived = tl.exp(tl.sum(passed, 1)) * factor
         if DELTA:
             share = tl.where((e >= begin)[None, :], c, 0.0) * tl.exp(tl.cumsum(passed, 1))
-            x = queries.to(tl.float32) * total[:, None]
+            x = query * arrived[:, None]
             x = dot_exact(-share, keys, x, B16)
             at_x = ((row * HV + head) * TILES + tile) * T + t
+            both = live[:, None] & k_live[None, :]
             tl.store(x_out + at_x[:, None] * K + kk[None, :], x, both)
         else:
-            tl.store(scale + out * TILES + tile, total, live)
+            tl.store(scale + out * TILES + tile, arrived, live)
 
 
 @triton.jit
-def channel_kernel(
+def chain_kernel(
     plan, ancestors, q, k, v, g, w, rates, biases, skips,
     ring_k, ring_v, ring_g, ring_w, coef, scale, x_out,
     rows, q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, w_row, w_token,
@@ -197,82 +198,79 @@ def channel_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, GATES: tl.constexpr, SKIP: tl.constexpr, NORM: tl.constexpr,
-    DELTA: tl.constexpr, ASM: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr, BL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """A decay per channel: one program per row and value head, entry by entry, newest first."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    h = head // (HV // H)
-    kk, vv, t = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
-    k_live = kk < K
+    """Any write and decay: entry by entry, newest first.
+
+    The lines of a program are the value heads of a key head with all their tokens; with decays of
+    channels they are the tokens of one value head.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    per: tl.constexpr = 1 if CHANNEL else HV // H
+    line = tl.arange(0, BL)
+    kk, t = tl.arange(0, BK), line % T
+    head, k_live = tl.program_id(1) * per + line // T, kk < K
+    h = tl.program_id(1) * per // (HV // H)
     slot = tl.maximum(tl.load(plan + SLOT * rows + row), 0)
     base = tl.load(plan + BASE * rows + row)
     first = tl.load(plan + COMMITTED * rows + row)
     before = tl.load(plan + FOLDED * rows + row)
     length = tl.load(plan + LENGTH * rows + row).to(tl.int32)
-    live = t < length
+    live = (line < per * T) & (t < length)
     both = live[:, None] & k_live[None, :]
     x = tl.load(q + row * q_row + h * K + t[:, None] * q_token + kk[None, :], both, 0.0)
     x = unit(x.to(tl.float32), eps, NORM) * q_scale
-    rate, skip = 0.0, 0.0
-    bias = tl.zeros((BK,), tl.float32)
-    if GATES != "none":
-        rate = tl.load(rates + head).to(tl.float32)
-        bias = tl.load(biases + head * K + kk, k_live, 0.0).to(tl.float32)
-    if SKIP:
-        skip = tl.load(skips + head).to(tl.float32)
     folded = tl.maximum(before, first)
     oldest = oldest_needed(base, folded, WINDOW, KEEP, TILES)
     past, start = (first - oldest).to(tl.int32), (oldest % R).to(tl.int32)
-    ring_k += slot * k_slot + h * R * K
-    ring_v += slot * v_slot + head * R * V
-    ring_w += slot * w_slot + head * R
-    ring_g += slot * g_slot + head * R * K
-    coef += (row * HV + head) * T * NE
-    at_x = x_out + (row * HV + head) * TILES * T * K + t[:, None] * K + kk[None, :]
+    ring_k, ring_v = ring_k + slot * k_slot, ring_v + slot * v_slot
+    ring_g, ring_w = ring_g + slot * g_slot, ring_w + slot * w_slot
+    _append(row, h, head, t, live, (start + past + t) % R, k, v, g, w, rates, biases,
+            ring_k, ring_v, ring_g, ring_w, k_row, k_token, v_row, v_token, g_row, g_token,
+            w_row, w_token, w_low, w_high, eps, K, V, R, HV, GATES, NORM, CHANNEL,
+            BK, BV)  # fmt: skip
 
-    # the first of the past is on its way while the block is passed
-    at = (start + past + R - 1) % R
-    next_key = tl.load(ring_k + at * K + kk, k_live & (past > 0), 0.0)
-    next_g = tl.load(ring_g + at * K + kk, k_live & (past > 0), 0.0)
-    next_w = tl.load(ring_w + at, past > 0, 0.0)
-    for i in range(length):
-        n = length - 1 - i
-        here = (start + past + n) % R
-        key = tl.load(k + row * k_row + n * k_token + h * K + kk, k_live, 0.0).to(tl.float32)
-        raw_g = tl.load(g + row * g_row + n * g_token + head * K + kk, k_live, 0.0)
-        raw_w = 0.0
-        if GATES != "dt":
-            raw_w = tl.load(w + row * w_row + n * w_token + head).to(tl.float32)
-        value = tl.load(v + row * v_row + n * v_token + head * V + vv, vv < V, 0.0)
-        key = unit(key, eps, NORM).to(ring_k.dtype.element_ty)
-        log_decay, strength = gate(raw_g.to(tl.float32), raw_w, rate, bias, w_low, w_high, GATES)
-        # the value heads of a key head store the same key
-        tl.store(ring_k + here * K + kk, key, k_live)
-        tl.store(ring_g + here * K + kk, log_decay, k_live)
-        tl.store(ring_w + here, strength)
-        tl.store(ring_v + here * V + vv, value.to(ring_v.dtype.element_ty), vv < V)
-        acts = live & acts_on(ancestors, row, t, n, T)
-        c = tl.where(acts, strength * tl.sum(x * key.to(tl.float32)[None, :], 1), 0.0)
-        tl.store(coef + t * NE + past + n, tl.where(t == n, c + skip, c), live)
-        if DELTA:
-            x -= c[:, None] * key.to(tl.float32)[None, :]
-        x = tl.where(acts[:, None], x * tl.exp(log_decay)[None, :], x)
-    for i in range(past):
-        entry = past - 1 - i
+    total = past + length
+    skip = tl.zeros((BL,), tl.float32)
+    if SKIP:
+        skip = tl.load(skips + head, live, 0.0).to(tl.float32)
+    ring_k += h * R * K
+    if CHANNEL:
+        at_g = tl.program_id(1) * R * K + kk[None, :]
+        g_step: tl.constexpr = K
+        g_live = k_live[None, :]
+    else:
+        at_g = head[:, None] * R
+        g_step: tl.constexpr = 1
+        g_live = live[:, None]
+    at = (start + total + R - 1) % R
+    next_key = tl.load(ring_k + at * K + kk, k_live & (total > 0), 0.0)
+    next_g = tl.load(ring_g + at_g + at * g_step, g_live & (total > 0), 0.0)
+    next_w = tl.load(ring_w + head * R + at, live & (total > 0), 0.0)
+    out = (row * HV + head) * T + t
+    at_x = x_out + ((row * HV + head) * TILES * T + t)[:, None] * K + kk[None, :]
+    for i in range(total):
+        entry = total - 1 - i
         key, log_decay, strength = next_key.to(tl.float32), next_g, next_w
+        # the older entry is on its way while this one is passed
         at = tl.where(at > 0, at - 1, R - 1)
         next_key = tl.load(ring_k + at * K + kk, k_live & (entry > 0), 0.0)
-        next_g = tl.load(ring_g + at * K + kk, k_live & (entry > 0), 0.0)
-        next_w = tl.load(ring_w + at, entry > 0, 0.0)
+        next_g = tl.load(ring_g + at_g + at * g_step, g_live & (entry > 0), 0.0)
+        next_w = tl.load(ring_w + head * R + at, live & (entry > 0), 0.0)
         if TILES > 1:
             for tile in tl.static_range(TILES):
                 stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest
                 tl.store(at_x + tile * T * K, x, both & (stands == entry + 1))
         c = strength * tl.sum(x * key[None, :], 1)
-        tl.store(coef + t * NE + entry, c, live)
+        if T > 1:
+            acts = _on_path(ancestors, row, t, entry - past, T)
+            c = tl.where(acts, c, 0.0)
+            log_decay = tl.where(acts[:, None], log_decay, 0.0)
+        tl.store(coef + out * NE + entry, tl.where(entry - past == t, c + skip, c), live)
         if DELTA:
             x -= c[:, None] * key[None, :]
-        x *= tl.exp(log_decay)[None, :]
+        x *= tl.exp(log_decay)
     for tile in tl.static_range(TILES):
         stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest
         tl.store(at_x + tile * T * K, x, both & (stands == 0))

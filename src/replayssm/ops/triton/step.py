@@ -19,6 +19,7 @@ from replayssm.ops.triton.common import (
     folded_to,
     oldest_needed,
 )
+from replayssm.ops.triton.common import fetch_rows
 from replayssm.ops.triton.fold import fold_chunk
 from replayssm.ops.triton.read import read_chunk
 
@@ -28,7 +29,7 @@ def fold_due(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, stop, phase, row0, row_end,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
-    CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, FE: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Fold a chunk from ``start`` to its boundary ``stop``, one window at a time."""
     position = start
@@ -38,7 +39,7 @@ def fold_due(
         fold_chunk(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
             (position % R).to(tl.int32), count.to(tl.int32), row0, row_end,
-            K, V, R, FORMAT, DELTA, CHANNEL, ASM, CHUNK, BF, BC, BK, FE,
+            K, V, R, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
         )  # fmt: skip
         # what follows reads what other lanes have just written
         tl.debug_barrier()
@@ -56,7 +57,7 @@ def _run_chunk(
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
     CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
     ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BK: tl.constexpr, FE: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """Write ``out[row, :, head, chunk]``; rewrite the chunk's planes where a boundary is due.
 
@@ -97,7 +98,7 @@ def _run_chunk(
                     ring_g + slot * g_slot + head * R * (K if CHANNEL else 1),
                     ring_w + slot * w_slot + head * R,
                     start, stop, tile * WINDOW // TILES, row0, row_end,
-                    K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, CHUNK, BF, BC, BK, FE,
+                    K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
                 )  # fmt: skip
         if SHARED_X:
             x += row * x_row + head // (HV // H) * x_head
@@ -125,7 +126,7 @@ def step_kernel(
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
     CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
     ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BK: tl.constexpr, FE: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """Fold and read; the grid is rows x value heads, chunks."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
@@ -135,7 +136,7 @@ def step_kernel(
         ring_w, rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
         high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
         row, head, part, True, "all", T, H, HV, K, V, R, NE, WINDOW, KEEP, TILES, FORMAT, DEPTH,
-        DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK, FE,
+        DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK,
     )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ def read_kernel(
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
     CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
     ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BK: tl.constexpr, FE: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """Read the chunks that fold nothing in this step; the grid is the step kernel's."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
@@ -159,7 +160,7 @@ def read_kernel(
         ring_w, rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
         high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
         row, head, part, False, "rest", T, H, HV, K, V, R, NE, WINDOW, KEEP, TILES, FORMAT, DEPTH,
-        DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK, FE,
+        DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK,
     )  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def due_kernel(
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
     CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
     ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BK: tl.constexpr, FE: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """Fold and read the tiles on the list ``due``: their number, then ``row * TILES + tile``."""
     chunks: tl.constexpr = (V // TILES + CHUNK - 1) // CHUNK
@@ -183,12 +184,21 @@ def due_kernel(
         entry = tl.load(due + 1 + item // (HV * chunks))
         row, head = (entry // TILES).to(tl.int64), item // chunks % HV
         part = entry % TILES * chunks + item % chunks
+        if ASM:
+            coming = item + stride
+            entry = tl.load(due + 1 + coming // (HV * chunks), coming < items, 0)
+            ahead = tl.load(plan + SLOT * rows + entry // TILES)
+            at = (coming // chunks % HV * V + entry % TILES * (V // TILES)
+                  + coming % chunks * CHUNK) * K  # fmt: skip
+            fetch_rows(high + ahead * high_slot + at, CHUNK * K, coming < items)
+            if FORMAT != "f32" and FORMAT != "bf16":
+                fetch_rows(low + ahead * low_slot + at, CHUNK * K, coming < items)
         _run_chunk(
             plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g,
             ring_w, rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
             high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
             row, head, part, True, "all", T, H, HV, K, V, R, NE, WINDOW, KEEP, TILES, FORMAT, DEPTH,
-            DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK, FE,
+            DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK,
         )  # fmt: skip
 
 
@@ -199,7 +209,7 @@ def fold_kernel(
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr, FORMAT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
-    CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, FE: tl.constexpr,
+    CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Fold what is due of every row and nothing else; the grid is the step kernel's."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
@@ -227,5 +237,5 @@ def fold_kernel(
         ring_k + slot * k_slot + head // (HV // H) * R * K, ring_v + slot * v_slot + head * R * V,
         ring_g + slot * g_slot + head * R * (K if CHANNEL else 1), ring_w + slot * w_slot + head * R,
         start, stop, tile * WINDOW // TILES, row0, row_end,
-        K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, CHUNK, BF, BC, BK, FE,
+        K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
     )  # fmt: skip
