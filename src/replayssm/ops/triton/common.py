@@ -97,6 +97,31 @@ def dot_exact(a, b, acc, B16: tl.constexpr):
 
 
 @triton.jit
+def dot_near(a, b, acc, SPLIT: tl.constexpr):
+    """Add ``a @ b`` to ``acc`` with 16 bits or more of each fp32 operand, all of a bf16 one.
+
+    Enough under 16-bit outputs, on the tensor cores; without ``SPLIT`` products are fp32.
+    """
+    if SPLIT:
+        A16: tl.constexpr = a.dtype == tl.bfloat16
+        B16: tl.constexpr = b.dtype == tl.bfloat16
+        a_top, b_top = a, b
+        if not A16:
+            a_top, rest = _cut_bf16(a)
+            a_rest, _ = _cut_bf16(rest)
+        if not B16:
+            b_top, rest = _cut_bf16(b)
+            b_rest, _ = _cut_bf16(rest)
+            acc = tl.dot(a_top, b_rest, acc)
+        if not A16:
+            acc = tl.dot(a_rest, b_top, acc)
+        acc = tl.dot(a_top, b_top, acc)
+    else:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def dot4(a, b, acc, ASM: tl.constexpr):
     """Add the products of four signed bytes in each int32 word of ``a`` and ``b`` to ``acc``."""
     if ASM:
@@ -110,13 +135,9 @@ def dot4(a, b, acc, ASM: tl.constexpr):
 
 
 @triton.jit
-def round_int(x, ASM: tl.constexpr):
-    """Round fp32 to int32, half to even on NVIDIA and half up elsewhere; NaN becomes 0."""
-    if ASM:
-        q = tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
-    else:
-        q = tl.floor(tl.where(x == x, x, 0.0) + 0.5).to(tl.int32)
-    return q
+def round_int(x):
+    """Round fp32 to int32, half up; NaN becomes 0."""
+    return tl.floor(tl.where(x == x, x, 0.0) + 0.5).to(tl.int32)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ scale and the entries alone (docs/decisions/0004).
 import triton
 import triton.language as tl
 
+from replayssm.ops.triton.common import dot_exact
 from replayssm.ops.triton.planes import (
     COLUMN_SCALE_MAX,
     COLUMN_SCALE_MIN,
@@ -22,6 +23,14 @@ from replayssm.ops.triton.planes import (
 GROUP = tl.constexpr(8)
 # a decay kept beside a block is multiplied into it before it leaves the range of its reciprocal
 DECAY_MIN = tl.constexpr(2.0**-60)
+
+
+@triton.jit
+def _as_scale(bound, old):
+    """Return a column bound as a scale that planes can take."""
+    # an entry that is not finite must not take the scale with it: its rows show it
+    bound = tl.where(bound < float("inf"), bound, old)
+    return tl.minimum(tl.maximum(bound, COLUMN_SCALE_MIN), COLUMN_SCALE_MAX).to(tl.bfloat16)
 
 
 @triton.jit
@@ -56,9 +65,7 @@ def _column_bound(
             after = tl.exp(tl.cumsum(later, 0, reverse=True))[:, None]
         part = tl.sum(largest[:, None] * after * tl.abs(keys), 0)
         bound = bound * tl.exp(tl.sum(gates, 0)) + part
-    # an entry that is not finite must not take the scale with it: its rows show it
-    bound = tl.where(bound < float("inf"), bound, old)
-    return tl.minimum(tl.maximum(bound, COLUMN_SCALE_MIN), COLUMN_SCALE_MAX).to(tl.bfloat16)
+    return _as_scale(bound, old)
 
 
 @triton.jit
@@ -109,9 +116,89 @@ def _fold_rows(
 
 
 @triton.jit
-def fold_chunk(
+def _fold_sums(
+    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, FE: tl.constexpr,
+):  # fmt: skip
+    """Fold ``count <= FE`` additive entries with scalar decays into a chunk: ``S D + U K``."""
+    kk, e = tl.arange(0, BK), tl.arange(0, FE)
+    k_live, e_live = kk < K, e < count
+    SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
+    B16: tl.constexpr = ASM and ring_k.dtype.element_ty == tl.bfloat16
+    at, next_at = start + e, start + e + 1
+    at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
+    keys = tl.load(ring_k + at[:, None] * K + kk[None, :], e_live[:, None] & k_live[None, :], 0.0)
+    # the decay behind an entry is the sum of the newer gates, never a difference of sums
+    later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
+    weight = tl.load(ring_w + at, e_live, 0.0) * tl.exp(tl.cumsum(later, 0, reverse=True))
+    carry = tl.exp(tl.sum(tl.load(ring_g + at, e_live, 0.0), 0))
+    if SCALED:
+        every = row0 + tl.arange(0, BC)
+        sizes = tl.load(ring_v + at[:, None] * V + every[None, :],
+                        e_live[:, None] & (every < row_end)[None, :], 0.0)  # fmt: skip
+        size = tl.max(tl.abs(sizes.to(tl.float32)), 1) * tl.abs(weight)
+        old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
+        part = tl.sum(size[:, None] * tl.abs(keys.to(tl.float32)), 0)
+        fresh = _as_scale(old * carry + part, old)
+        inverse = 1.0 / fresh.to(tl.float32)
+        carry = old * carry
+    # the bound is known at run time only, so that blocks are not unrolled into each other
+    for block in range(0, row_end - row0, BF):
+        rows = row0 + block + tl.arange(0, BF)
+        rows_live = rows < row_end
+        at_s = rows[:, None] * K + kk[None, :]
+        live = rows_live[:, None] & k_live[None, :]
+        state = read_rows(high, low, scales, at_s, live, rows, rows_live, FORMAT, ASM)
+        values = tl.load(ring_v + at[None, :] * V + rows[:, None],
+                         e_live[None, :] & rows_live[:, None], 0.0)  # fmt: skip
+        update = values.to(tl.float32) * weight[None, :]
+        if SCALED:
+            state = dot_exact(update, keys, state * carry[None, :], B16) * inverse[None, :]
+        else:
+            state = dot_exact(update, keys, state * carry, B16)
+        write_tile(state, high, low, scales, at_s, live, rows, rows_live, FORMAT, ASM)
+    if SCALED:
+        tl.store(columns + kk, fresh, k_live)
+
+
+@triton.jit
+def _fold_entries(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Fold ``count`` entries of any write and decay into a chunk, one at a time."""
+    kk = tl.arange(0, BK)
+    k_live = kk < K
+    SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
+    if SCALED:
+        old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
+        fresh = _column_bound(old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+                              K, V, R, CHANNEL, BC, BK)  # fmt: skip
+        inverse = 1.0 / fresh.to(tl.float32)
+    for block in range(0, row_end - row0, BF):
+        rows = row0 + block + tl.arange(0, BF)
+        rows_live = rows < row_end
+        at = rows[:, None] * K + kk[None, :]
+        live = rows_live[:, None] & k_live[None, :]
+        state = read_rows(high, low, scales, at, live, rows, rows_live, FORMAT, ASM)
+        if SCALED:
+            state *= old[None, :]
+        state = _fold_rows(state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
+                           K, V, R, DELTA, CHANNEL, BK)  # fmt: skip
+        if SCALED:
+            state *= inverse[None, :]
+        write_tile(state, high, low, scales, at, live, rows, rows_live, FORMAT, ASM)
+    if SCALED:
+        tl.store(columns + kk, fresh, k_live)
+
+
+@triton.jit
+def fold_chunk(
+    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -120,25 +207,15 @@ def fold_chunk(
     Pointers are those of the slot's head, ``columns`` of its tile. ``start`` is the ring index of
     the oldest entry.
     """
-    kk = tl.arange(0, BK)
-    k_live = kk < K
-    SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
-    if SCALED:
-        old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
-        fresh = _column_bound(old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-                              K, V, R, CHANNEL, BC, BK)  # fmt: skip
-    for block in range(0, row_end - row0, BF):
-        rows = row0 + block + tl.arange(0, BF)
-        rows_live = rows < row_end
-        at = rows[:, None] * K + kk[None, :]
-        live = rows_live[:, None] & k_live[None, :]
-        state = read_rows(high, low, scales, at, live, rows, rows_live, FORMAT)
-        if SCALED:
-            state *= old[None, :]
-        state = _fold_rows(state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
-                           K, V, R, DELTA, CHANNEL, BK)  # fmt: skip
-        if SCALED:
-            state *= (1.0 / fresh.to(tl.float32))[None, :]
-        write_tile(state, high, low, scales, at, live, rows, rows_live, FORMAT, ASM)
-    if SCALED:
-        tl.store(columns + kk, fresh, k_live)
+    if DELTA or CHANNEL:
+        _fold_entries(
+            high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+            K, V, R, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
+        )  # fmt: skip
+    else:
+        # a matrix unit takes 16 entries or more
+        FE: tl.constexpr = 16 if WINDOW <= 16 else 1 << (WINDOW - 1).bit_length()
+        _fold_sums(
+            high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+            K, V, R, FORMAT, ASM, BF, BC, BK, FE,
+        )  # fmt: skip

@@ -11,7 +11,13 @@ from torch import Tensor
 from replayssm.errors import UnsupportedError
 from replayssm.ops.triton.launch import Launch, default_launch, is_parallel, power_of_two
 from replayssm.ops.triton.pullback import chain_kernel, products_kernel
-from replayssm.ops.triton.step import due_kernel, fold_kernel, read_kernel, step_kernel
+from replayssm.ops.triton.step import (
+    fold_due_kernel,
+    fold_kernel,
+    read_due_kernel,
+    read_kernel,
+    step_kernel,
+)
 from replayssm.types import Decay, Write
 
 if TYPE_CHECKING:
@@ -52,6 +58,8 @@ class Fused:
 PLAIN = Fused()
 # value heads and tokens that one program of the pull-back carries: a matrix unit's rows
 LINES = 16
+# programs that read the tiles which fold in a step
+READERS = 1056
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +140,12 @@ def step_calls(
     grid = (plan.rows * at.value_heads, ring.tiles * -(-chunks // how.chunk))
     none = store.high
     z = fused.z
-    args = (
+    tensors = (
         plan.counts, out, pulled.x, _or(pulled.scale, none), pulled.coef, _or(z, none),
-        *_planes(store), store.k, store.v, store.g, store.w,
-        plan.rows, *out.stride()[:2], *((0, 0) if z is None else z.stride()[:2]),
-        *pulled.strides, *_slot_strides(store),
+        *_planes(store),
+    )  # fmt: skip
+    numbers = (
+        plan.rows, *out.stride()[:2], *((0, 0) if z is None else z.stride()[:2]), *pulled.strides,
     )  # fmt: skip
     constants = {
         "T": block.tokens, "NE": pulled.coef.shape[-1], "DEPTH": plan.depth,
@@ -144,14 +153,25 @@ def step_calls(
         "HAS_Z": z is not None, "BR": how.read_rows, **_geometry(store), **_fold_blocks(store, how),
     }  # fmt: skip
     if not how.fold_programs:
+        args = (*tensors, *_rings(store), *numbers, *_slot_strides(store))
         return [pulled.call, Call(step_kernel, grid, args, constants, how.warps)]
-    folding = constants | {"CHUNK": how.fold_chunk, "BC": power_of_two(how.fold_chunk)}
-    walk = (plan.due, how.fold_programs, *args)
+    strides = _slot_strides(store)
+    args = (*tensors, store.v, *numbers, *strides[:4], strides[5])
+    reading = {n: v for n, v in constants.items() if n not in ("DELTA", "CHANNEL", "BF")}
+    folding = {**_geometry(store), **_fold_blocks(store, how)}
+    folding |= {"CHUNK": how.fold_chunk, "BC": power_of_two(how.fold_chunk)}
+    walk = (plan.due, how.fold_programs, plan.counts, *_planes(store), *_rings(store), plan.rows,
+            *strides)  # fmt: skip
     return [
+        Call(fold_due_kernel, (how.fold_programs,), walk, folding, how.fold_warps),
         pulled.call,
-        Call(due_kernel, (how.fold_programs,), walk, folding, how.fold_warps),
-        Call(read_kernel, grid, args, constants, how.warps),
+        Call(read_kernel, grid, args, {**reading, "WAITS": how.pdl and _has_asm(out.device)}, how.warps),
+        Call(read_due_kernel, (READERS,), (plan.due, READERS, *args), reading, how.warps),
     ]
+
+
+def _rings(store: LayerStore) -> tuple[Tensor, ...]:
+    return (store.k, store.v, store.g, store.w)
 
 
 def fold_(store: LayerStore, plan: DevicePlan, launch: Launch | None = None) -> None:

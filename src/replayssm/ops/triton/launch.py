@@ -29,6 +29,7 @@ class Launch:
     fold_programs: int = 0
     fold_warps: int = 1
     fold_chunk: int = 64
+    pdl: bool = False
 
 
 def power_of_two(n: int) -> int:

@@ -16,12 +16,6 @@ HIGH_MAX = tl.constexpr(127.0)
 
 
 @triton.jit
-def read_high(high, at, live):
-    """Return the high plane as fp32, without scales."""
-    return tl.load(high + at, mask=live, other=0).to(tl.float32)
-
-
-@triton.jit
 def read_full(high, low, at, live, low_live, FORMAT: tl.constexpr):
     """Return both planes joined as fp32: a number (``f32``, ``s32``, ``bf16``) or an integer.
 
@@ -55,11 +49,106 @@ def step_size(FORMAT: tl.constexpr):
 
 
 @triton.jit
-def read_rows(high, low, scales, at, live, rows, rows_live, FORMAT: tl.constexpr):
+def _join(top, rest, FORMAT: tl.constexpr):
+    """Return ``(top << bits) + rest`` of a fixed-point format as fp32, on NVIDIA chips.
+
+    A byte permute with sign extension and one conversion a number.
+    """
+    if FORMAT == "q24":
+        joined = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $4, $5, 0x8054;
+            prmt.b32 b, $4, $5, 0x9176;
+            prmt.b32 c, $4, $6, 0xa254;
+            prmt.b32 d, $4, $6, 0xb376;
+            cvt.rn.f32.s32 $0, a;
+            cvt.rn.f32.s32 $1, b;
+            cvt.rn.f32.s32 $2, c;
+            cvt.rn.f32.s32 $3, d;
+            }""",
+            "=f,=f,=f,=f,r,r,r", [top, rest], tl.float32, True, 4,
+        )  # fmt: skip
+    else:
+        joined = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $4, $5, 0x8804;
+            prmt.b32 b, $4, $5, 0x9915;
+            prmt.b32 c, $4, $5, 0xaa26;
+            prmt.b32 d, $4, $5, 0xbb37;
+            cvt.rn.f32.s32 $0, a;
+            cvt.rn.f32.s32 $1, b;
+            cvt.rn.f32.s32 $2, c;
+            cvt.rn.f32.s32 $3, d;
+            }""",
+            "=f,=f,=f,=f,r,r", [top, rest], tl.float32, True, 4,
+        )  # fmt: skip
+    return joined
+
+
+@triton.jit
+def _split(wide, FORMAT: tl.constexpr):
+    """Round fp32 to the joined integers of a fixed-point format and cut them, on NVIDIA chips."""
+    if FORMAT == "q24":
+        top, rest = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            cvt.rni.s32.f32 a, $3;
+            cvt.rni.s32.f32 b, $4;
+            cvt.rni.s32.f32 c, $5;
+            cvt.rni.s32.f32 d, $6;
+            add.s32 a, a, 32768;
+            add.s32 b, b, 32768;
+            add.s32 c, c, 32768;
+            add.s32 d, d, 32768;
+            prmt.b32 $1, a, b, 0x5410;
+            prmt.b32 $2, c, d, 0x5410;
+            prmt.b32 a, a, b, 0x0062;
+            prmt.b32 c, c, d, 0x0062;
+            prmt.b32 $0, a, c, 0x5410;
+            }""",
+            "=&r,=&r,=&r,f,f,f,f", [wide], (tl.int8, tl.uint16), True, 4,
+        )  # fmt: skip
+    else:
+        top, rest = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            cvt.rni.s32.f32 a, $2;
+            cvt.rni.s32.f32 b, $3;
+            cvt.rni.s32.f32 c, $4;
+            cvt.rni.s32.f32 d, $5;
+            add.s32 a, a, 128;
+            add.s32 b, b, 128;
+            add.s32 c, c, 128;
+            add.s32 d, d, 128;
+            prmt.b32 a, a, b, 0x5140;
+            prmt.b32 c, c, d, 0x5140;
+            prmt.b32 $1, a, c, 0x5410;
+            prmt.b32 $0, a, c, 0x7632;
+            }""",
+            "=&r,=&r,f,f,f,f", [wide], (tl.int8, tl.uint8), True, 4,
+        )  # fmt: skip
+    return top, rest
+
+
+@triton.jit
+def read_rows(
+    high, low, scales, at, live, rows, rows_live, FORMAT: tl.constexpr, ASM: tl.constexpr
+):
     """Return a block of the full state without its column scales."""
-    state = read_full(high, low, at, live, live, FORMAT)
     if FORMAT == "q24" or FORMAT == "q16":
-        state *= (tl.load(scales + rows, rows_live, 0.0) * step_size(FORMAT))[:, None]
+        unit = tl.load(scales + rows, rows_live, 0.0) * step_size(FORMAT)
+        if ASM:
+            bias: tl.constexpr = 32768 if FORMAT == "q24" else 128
+            top = tl.load(high + at, mask=live, other=0)
+            rest = tl.load(low + at, mask=live, other=bias)
+            # one rounding, of (joined - bias) unit: the product with the bias is exact
+            state = tl.fma(_join(top, rest, FORMAT), unit[:, None], (-bias * unit)[:, None])
+        else:
+            state = read_full(high, low, at, live, live, FORMAT) * unit[:, None]
+    else:
+        state = read_full(high, low, at, live, live, FORMAT)
     return state
 
 
@@ -84,14 +173,15 @@ def write_tile(state, high, low, scales, at, live, rows_at, rows_live,
         units: tl.constexpr = 65536 if FORMAT == "q24" else 256
         per_unit = tl.where(usable, units / tl.where(usable, scale, 1.0), 0.0)
         wide = state * per_unit[:, None]
-        biased = round_int(wide, ASM) + units // 2
         kept = tl.where(is_finite, tl.where(usable, scale, 0.0), float("nan"))
         tl.store(scales + rows_at, kept, mask=rows_live)
-        if FORMAT == "q24":
-            tl.store(high + at, (biased >> 16).to(tl.int8), mask=live)
-            tl.store(low + at, (biased & 0xFFFF).to(tl.uint16), mask=live)
+        if ASM:
+            top, rest = _split(wide, FORMAT)
         else:
-            tl.store(high + at, (biased >> 8).to(tl.int8), mask=live)
-            tl.store(low + at, (biased & 0xFF).to(tl.uint8), mask=live)
+            biased = round_int(wide) + units // 2
+            top = (biased >> (16 if FORMAT == "q24" else 8)).to(tl.int8)
+            rest = (biased & (units - 1)).to(low.dtype.element_ty)
+        tl.store(high + at, top, mask=live)
+        tl.store(low + at, rest, mask=live)
     else:
         tl.store(high + at, state.to(high.dtype.element_ty), mask=live)

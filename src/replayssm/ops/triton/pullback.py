@@ -6,13 +6,14 @@ writes with scalar decays that vector is the query times one number, ``scale [B,
 otherwise it is ``x [B, HV, TILES, T, K]``. The skip connection D is a part of the weight of a
 token's own entry.
 
-A program carries ``BL`` lines, a value head and a token each, of one row and key head. It appends
-its own entries first and then finds every entry in the rings. A token's ancestors in its block are
-a bit mask, ``ancestors [B, T]`` int64. A pad row has no entries and no tokens: every mask is empty.
+A program carries ``BL`` lines, a value head and a token each, of one row and key head, and appends
+their entries. A token's ancestors in its block are a bit mask, ``ancestors [B, T]`` int64. A pad row
+has no entries and no tokens: every mask is empty.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from replayssm.ops.triton.common import (
     BASE,
@@ -21,6 +22,8 @@ from replayssm.ops.triton.common import (
     LENGTH,
     SLOT,
     dot_exact,
+    dot_near,
+    fetch_rows,
     folded_to,
     gate,
     oldest_needed,
@@ -42,18 +45,17 @@ def _on_path(ancestors, row, token, entry, T: tl.constexpr):
 
 @triton.jit
 def _append(
-    row, h, head, t, live, at, k, v, g, w, rates, biases, ring_k, ring_v, ring_g, ring_w,
-    k_row, k_token, v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high, eps,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, HV: tl.constexpr, GATES: tl.constexpr,
-    NORM: tl.constexpr, CHANNEL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    row, head, t, live, at, v, g, w, rates, biases, ring_v, ring_g, ring_w,
+    v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, GATES: tl.constexpr,
+    CHANNEL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries of a program's lines to ring indices ``at [lines]``.
+    """Write the entries of a program's lines to ring indices ``at [lines]``, all but their keys.
 
-    Lines of the value heads of a key head store the same key.
+    Returns the log-decays and the write strengths.
     """
     kk, vv = tl.arange(0, BK), tl.arange(0, BV)
     k_live, v_live = live[:, None] & (kk < K)[None, :], live[:, None] & (vv < V)[None, :]
-    key = tl.load(k + row * k_row + h * K + t[:, None] * k_token + kk[None, :], k_live, 0.0)
     value = tl.load(v + row * v_row + t[:, None] * v_token + head[:, None] * V + vv[None, :],
                     v_live, 0.0)  # fmt: skip
     raw_w = tl.zeros_like(at).to(tl.float32)
@@ -72,20 +74,34 @@ def _append(
         log_decay, strength = gate(raw_g.to(tl.float32), raw_w[:, None], rate[:, None], bias,
                                    w_low, w_high, GATES)  # fmt: skip
         tl.store(ring_g + (head * R + at)[:, None] * K + kk[None, :], log_decay, k_live)
-        tl.store(ring_w + (head * R + at)[:, None], strength, live[:, None])
+        strength = tl.reshape(strength, at.shape)
     else:
         if GATES != "none":
             bias = tl.load(biases + head, live, 0.0).to(tl.float32)
         raw_g = tl.load(g + row * g_row + t * g_token + head, live, 0.0).to(tl.float32)
         log_decay, strength = gate(raw_g, raw_w, rate, bias, w_low, w_high, GATES)
         tl.store(ring_g + head * R + at, log_decay, live)
-        tl.store(ring_w + head * R + at, strength, live)
-    key = unit(key.to(tl.float32), eps, NORM).to(ring_k.dtype.element_ty)
-    tl.store(ring_k + (h * R + at)[:, None] * K + kk[None, :], key, k_live)
+    tl.store(ring_w + head * R + at, strength, live)
     tl.store(ring_v + (head * R + at)[:, None] * V + vv[None, :],
              value.to(ring_v.dtype.element_ty), v_live)  # fmt: skip
-    # what follows reads what other lanes have just written
-    tl.debug_barrier()
+    return log_decay, strength
+
+
+@triton.jit
+def _append_keys(
+    k, ring_k, tokens, at, live, k_token, eps,
+    K: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write the keys of block ``tokens [..., 1]`` to ring indices ``at`` and return them.
+
+    Pointers are those of the row or slot and key head.
+    """
+    kk = tl.arange(0, BK)
+    live = live & (kk < K)
+    key = tl.load(k + tokens * k_token + kk, live, 0.0)
+    key = unit(key.to(tl.float32), eps, NORM).to(ring_k.dtype.element_ty)
+    tl.store(ring_k + at * K + kk, key, live)
+    return key
 
 
 @triton.jit
@@ -107,7 +123,10 @@ def products_kernel(
     """
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     per: tl.constexpr = HV // H
-    B16: tl.constexpr = ASM and ring_k.dtype.element_ty == tl.bfloat16
+    B16: tl.constexpr = (ASM and ring_k.dtype.element_ty == tl.bfloat16
+                         and q.dtype.element_ty == tl.bfloat16)  # fmt: skip
+    if ASM:
+        gdc_launch_dependents()
     line = tl.program_id(2) * BL + tl.arange(0, BL)
     e, kk = tl.arange(0, NE), tl.arange(0, BK)
     t, head, k_live = line % T, h * per + line // T, kk < K
@@ -122,31 +141,60 @@ def products_kernel(
     past, start = (first - oldest).to(tl.int32), (oldest % R).to(tl.int32)
     ring_k, ring_v = ring_k + slot * k_slot, ring_v + slot * v_slot
     ring_g, ring_w = ring_g + slot * g_slot, ring_w + slot * w_slot
-    _append(row, h, head, t, live, (start + past + t) % R, k, v, g, w, rates, biases,
-            ring_k, ring_v, ring_g, ring_w, k_row, k_token, v_row, v_token, g_row, g_token,
-            w_row, w_token, w_low, w_high, eps, K, V, R, HV, GATES, NORM, CHANNEL,
-            BK, BV)  # fmt: skip
-
     total = past + length
     at, next_at = start + e, start + e + 1
     at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
-    keys = tl.load(ring_k + (h * R + at)[:, None] * K + kk[None, :],
-                   (e < total)[:, None] & k_live[None, :], 0.0)  # fmt: skip
+    known, fresh = e < past, (e >= past) & (e < total)
+    k, ring_k = k + row * k_row + h * K, ring_k + h * R * K
+    keys = tl.load(ring_k + at[:, None] * K + kk[None, :],
+                   known[:, None] & k_live[None, :], 0.0)  # fmt: skip
+    if T == 1:
+        own = _append_keys(k, ring_k, 0, (start + past) % R, length > 0, 0, eps, K, NORM, BK)
+        keys = tl.where((e == past)[:, None], own[None, :], keys)
+    else:
+        own = _append_keys(k, ring_k, (e - past)[:, None], at[:, None], fresh[:, None], k_token,
+                           eps, K, NORM, BK)  # fmt: skip
+        keys = tl.where(fresh[:, None], own, keys)
     path = live[:, None] & (e < total)[None, :]
     path = path & _on_path(ancestors, row, t[:, None], (e - past)[None, :], T)
-    gates = tl.load(ring_g + head[:, None] * R + at[None, :], path, 0.0)
-    strength = tl.load(ring_w + head[:, None] * R + at[None, :], path, 0.0)
+    # the decay behind an entry is the sum of the newer gates, never a difference of sums
+    later = live[:, None] & (e + 1 < total)[None, :]
+    later = later & _on_path(ancestors, row, t[:, None], (e + 1 - past)[None, :], T)
+    at_g = ring_g + head[:, None] * R
+    gates = tl.load(at_g + at[None, :], path & known[None, :], 0.0)
+    newer = tl.load(at_g + next_at[None, :], later & (e + 1 < past)[None, :], 0.0)
+    strength = tl.load(ring_w + head[:, None] * R + at[None, :], path & known[None, :], 0.0)
+    log_decay, write = _append(
+        row, head, t, live, (start + past + t) % R, v, g, w, rates, biases, ring_v, ring_g, ring_w,
+        v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
+        K, V, R, GATES, CHANNEL, BK, BV,
+    )  # fmt: skip
+    if T == 1:
+        gates = tl.where((e == past)[None, :] & path, log_decay[:, None], gates)
+        newer = tl.where((e + 1 == past)[None, :] & later, log_decay[:, None], newer)
+        strength = tl.where((e == past)[None, :] & path, write[:, None], strength)
+    else:
+        # the block's gates are those that other lanes have just written
+        tl.debug_barrier()
+        gates += tl.load(at_g + at[None, :], path & fresh[None, :], 0.0)
+        newer += tl.load(at_g + next_at[None, :], later & (e + 1 >= past)[None, :], 0.0)
+        strength += tl.load(ring_w + head[:, None] * R + at[None, :], path & fresh[None, :], 0.0)
+    # the norm and the scale of a query are numbers of its line
     at_q = q + row * q_row + h * K
     factor = tl.zeros((BL,), tl.float32) + q_scale
     if T == 1:
         query = tl.load(at_q + kk, k_live & (length > 0), 0.0).to(tl.float32)
-        query = unit(query, eps, NORM)
+        if NORM:
+            factor *= tl.rsqrt(tl.sum(query * query, 0) + eps)
         z = tl.sum(keys.to(tl.float32) * query[None, :], 1)[None, :] + tl.zeros_like(gates)
+        query = tl.broadcast_to(query[None, :], (BL, BK))
     else:
         query = tl.load(at_q + t[:, None] * q_token + kk[None, :],
-                        live[:, None] & k_live[None, :], 0.0).to(tl.float32)  # fmt: skip
-        query = unit(query, eps, NORM)
-        z = dot_exact(query, tl.trans(keys), tl.zeros((BL, NE), tl.float32), B16)
+                        live[:, None] & k_live[None, :], 0.0)  # fmt: skip
+        z = dot_near(query, tl.trans(keys), tl.zeros((BL, NE), tl.float32), B16)
+        query = query.to(tl.float32)
+        if NORM:
+            factor *= tl.rsqrt(tl.sum(query * query, 1) + eps)
     z *= factor[:, None]
     if DELTA:
         wide = keys.to(tl.float32)
@@ -163,10 +211,6 @@ def products_kernel(
             c = tl.where(is_it, c_i[:, None], c)
             z = d_i[:, None] * (z - c_i[:, None] * k_i[None, :])
     else:
-        # the decay behind an entry is the sum of the newer gates, never a difference of sums
-        later = live[:, None] & (e + 1 < total)[None, :]
-        later = later & _on_path(ancestors, row, t[:, None], (e + 1 - past)[None, :], T)
-        newer = tl.load(ring_g + head[:, None] * R + next_at[None, :], later, 0.0)
         c = strength * tl.exp(tl.cumsum(newer, 1, reverse=True)) * z
     out = (row * HV + head) * T + t
     weight = c
@@ -208,6 +252,8 @@ def chain_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     per: tl.constexpr = 1 if CHANNEL else HV // H
+    if ASM:
+        gdc_launch_dependents()
     line = tl.arange(0, BL)
     kk, t = tl.arange(0, BK), line % T
     head, k_live = tl.program_id(1) * per + line // T, kk < K
@@ -226,16 +272,6 @@ def chain_kernel(
     past, start = (first - oldest).to(tl.int32), (oldest % R).to(tl.int32)
     ring_k, ring_v = ring_k + slot * k_slot, ring_v + slot * v_slot
     ring_g, ring_w = ring_g + slot * g_slot, ring_w + slot * w_slot
-    _append(row, h, head, t, live, (start + past + t) % R, k, v, g, w, rates, biases,
-            ring_k, ring_v, ring_g, ring_w, k_row, k_token, v_row, v_token, g_row, g_token,
-            w_row, w_token, w_low, w_high, eps, K, V, R, HV, GATES, NORM, CHANNEL,
-            BK, BV)  # fmt: skip
-
-    total = past + length
-    skip = tl.zeros((BL,), tl.float32)
-    if SKIP:
-        skip = tl.load(skips + head, live, 0.0).to(tl.float32)
-    ring_k += h * R * K
     if CHANNEL:
         at_g = tl.program_id(1) * R * K + kk[None, :]
         g_step: tl.constexpr = K
@@ -244,33 +280,64 @@ def chain_kernel(
         at_g = head[:, None] * R
         g_step: tl.constexpr = 1
         g_live = live[:, None]
-    at = (start + total + R - 1) % R
-    next_key = tl.load(ring_k + at * K + kk, k_live & (total > 0), 0.0)
-    next_g = tl.load(ring_g + at_g + at * g_step, g_live & (total > 0), 0.0)
-    next_w = tl.load(ring_w + head * R + at, live & (total > 0), 0.0)
+    if ASM:
+        fetch_rows(ring_k + h * R * K, R * K, past > 0)
+        fetch_rows(ring_g + tl.program_id(1) * per * R * g_step, per * R * g_step, past > 0)
+        fetch_rows(ring_w + tl.program_id(1) * per * R, per * R, past > 0)
+    skip = tl.zeros((BL,), tl.float32)
+    if SKIP:
+        skip = tl.load(skips + head, live, 0.0).to(tl.float32)
     out = (row * HV + head) * T + t
     at_x = x_out + ((row * HV + head) * TILES * T + t)[:, None] * K + kk[None, :]
-    for i in range(total):
-        entry = total - 1 - i
-        key, log_decay, strength = next_key.to(tl.float32), next_g, next_w
+    at = (start + past + t) % R
+    log_decay, strength = _append(
+        row, head, t, live, at, v, g, w, rates, biases, ring_v, ring_g, ring_w,
+        v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
+        K, V, R, GATES, CHANNEL, BK, BV,
+    )  # fmt: skip
+    k, ring_k = k + row * k_row + h * K, ring_k + h * R * K
+    entries = past + length
+    if T == 1:
+        # the block's one entry is passed from registers
+        own = _append_keys(k, ring_k, 0, (start + past) % R, length > 0, 0, eps, K, NORM, BK)
+        own = own.to(tl.float32)
+        c = strength * tl.sum(x * own[None, :], 1)
+        tl.store(coef + out * NE + past, c + skip, live)
+        if DELTA:
+            x -= c[:, None] * own[None, :]
+        x *= tl.exp(log_decay if CHANNEL else log_decay[:, None])
+        entries = past
+    else:
+        _append_keys(k, ring_k, t[:, None], at[:, None], live[:, None], k_token, eps, K, NORM, BK)
+        # what follows reads what other lanes have just written
+        tl.debug_barrier()
+    older = (start + entries + R - 1) % R
+    next_key = tl.load(ring_k + older * K + kk, k_live & (entries > 0), 0.0)
+    next_g = tl.load(ring_g + at_g + older * g_step, g_live & (entries > 0), 0.0)
+    next_w = tl.load(ring_w + head * R + older, live & (entries > 0), 0.0)
+    for i in range(entries):
+        entry = entries - 1 - i
+        key, gates, write = next_key.to(tl.float32), next_g, next_w
         # the older entry is on its way while this one is passed
-        at = tl.where(at > 0, at - 1, R - 1)
-        next_key = tl.load(ring_k + at * K + kk, k_live & (entry > 0), 0.0)
-        next_g = tl.load(ring_g + at_g + at * g_step, g_live & (entry > 0), 0.0)
-        next_w = tl.load(ring_w + head * R + at, live & (entry > 0), 0.0)
+        older = tl.where(older > 0, older - 1, R - 1)
+        next_key = tl.load(ring_k + older * K + kk, k_live & (entry > 0), 0.0)
+        next_g = tl.load(ring_g + at_g + older * g_step, g_live & (entry > 0), 0.0)
+        next_w = tl.load(ring_w + head * R + older, live & (entry > 0), 0.0)
         if TILES > 1:
             for tile in tl.static_range(TILES):
                 stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest
-                tl.store(at_x + tile * T * K, x, both & (stands == entry + 1))
-        c = strength * tl.sum(x * key[None, :], 1)
+                if stands == entry + 1:
+                    tl.store(at_x + tile * T * K, x, both)
+        passed = write * tl.sum(x * key[None, :], 1)
         if T > 1:
             acts = _on_path(ancestors, row, t, entry - past, T)
-            c = tl.where(acts, c, 0.0)
-            log_decay = tl.where(acts[:, None], log_decay, 0.0)
-        tl.store(coef + out * NE + entry, tl.where(entry - past == t, c + skip, c), live)
+            passed = tl.where(acts, passed, 0.0)
+            gates = tl.where(acts[:, None], gates, 0.0)
+        own_skip = tl.where(entry - past == t, skip, 0.0)
+        tl.store(coef + out * NE + entry, passed + own_skip, live)
         if DELTA:
-            x -= c[:, None] * key[None, :]
-        x *= tl.exp(log_decay)
+            x -= passed[:, None] * key[None, :]
+        x *= tl.exp(gates)
     for tile in tl.static_range(TILES):
         stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest
         tl.store(at_x + tile * T * K, x, both & (stands == 0))

@@ -1,9 +1,10 @@
 """The step's kernels: fold what is due, then read, by row, value head and chunk of value rows.
 
-A fold wants several times the registers of a read, and rows fold at different times. So there are
-three kernels of one body: ``step_kernel`` does both (small batches, one launch); at large batches
-``read_kernel`` serves the tiles that fold nothing in this step, with a program each, beside
-``due_kernel``, whose small grid walks the list of those that do.
+A fold wants several times the registers of a read, and rows fold at different times. At small
+batches ``step_kernel`` does both in one launch. At large ones ``fold_due_kernel``, whose small grid
+walks the list of the tiles that are due, runs beside the pull-back and beside ``read_kernel``, which
+serves all other tiles; ``read_due_kernel`` reads the folded ones last. A fold needs nothing of the
+pull-back: it takes committed entries only.
 """
 
 import triton
@@ -16,30 +17,54 @@ from replayssm.ops.triton.common import (
     FULL,
     LENGTH,
     SLOT,
+    fetch_rows,
     folded_to,
     oldest_needed,
 )
-from replayssm.ops.triton.common import fetch_rows
 from replayssm.ops.triton.fold import fold_chunk
 from replayssm.ops.triton.read import read_chunk
 
 
 @triton.jit
-def fold_due(
-    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, stop, phase, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr,
+def _fold_part(
+    plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
+    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+    row, head, part,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr, FORMAT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Fold a chunk from ``start`` to its boundary ``stop``, one window at a time."""
-    position = start
+    """Bring chunk ``part`` of a row's value head to its newest boundary."""
+    per_tile: tl.constexpr = V // TILES
+    chunks: tl.constexpr = (per_tile + CHUNK - 1) // CHUNK
+    tile = part // chunks
+    row0 = tile * per_tile + part % chunks * CHUNK
+    row_end = tl.minimum(row0 + CHUNK, (tile + 1) * per_tile)
+    slot = tl.load(plan + SLOT * rows + row)
+    base = tl.load(plan + BASE * rows + row)
+    before = tl.load(plan + FOLDED * rows + row)
+    folded = tl.maximum(before, tl.load(plan + COMMITTED * rows + row))
+    position = folded_to(tile, base, before, WINDOW, KEEP, TILES)
+    stop = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
+    stop = tl.where(slot < 0, position, stop)
+    high += slot * high_slot + head * V * K
+    if FORMAT != "f32" and FORMAT != "bf16":
+        low += slot * low_slot + head * V * K
+    if FORMAT == "q24" or FORMAT == "q16":
+        scales += slot * scales_slot + head * V
+        columns += slot * columns_slot + (head * TILES + tile) * K
+    ring_k += slot * k_slot + head // (HV // H) * R * K
+    ring_v += slot * v_slot + head * R * V
+    ring_g += slot * g_slot + head * R * (K if CHANNEL else 1)
+    ring_w += slot * w_slot + head * R
     while position < stop:
         # the planes at a boundary are a function of positions alone: encode at each of them
-        count = WINDOW - (position - phase + WINDOW) % WINDOW
+        count = WINDOW - (position - tile * WINDOW // TILES + WINDOW) % WINDOW
         fold_chunk(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
             (position % R).to(tl.int32), count.to(tl.int32), row0, row_end,
-            K, V, R, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
+            K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
         )  # fmt: skip
         # what follows reads what other lanes have just written
         tl.debug_barrier()
@@ -47,19 +72,18 @@ def fold_due(
 
 
 @triton.jit
-def _run_chunk(
-    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
+def _read_part(
+    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
     rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
-    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-    row, head, part, FOLDS: tl.constexpr, WHICH: tl.constexpr,
+    high_slot, low_slot, scales_slot, columns_slot, v_slot,
+    row, head, part, WHICH: tl.constexpr, WAITS: tl.constexpr,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
-    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
-    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
-    ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BK: tl.constexpr,
+    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SHARED_X: tl.constexpr,
+    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write ``out[row, :, head, chunk]``; rewrite the chunk's planes where a boundary is due.
+    """Write ``out[row, :, head, chunk]``; with ``WHICH = "rest"`` only if the chunk does not fold.
 
     ``SHARED_X``: ``x`` is the block's query, one a key head, and takes ``scale``.
     """
@@ -73,47 +97,38 @@ def _run_chunk(
     base = tl.load(plan + BASE * rows + row)
     first = tl.load(plan + COMMITTED * rows + row)
     before = tl.load(plan + FOLDED * rows + row)
+    full = tl.load(plan + FULL * rows + row) != 0
     folded = tl.maximum(before, first)
-    start = folded_to(tile, base, before, WINDOW, KEEP, TILES)
-    stop = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
+    stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
+    is_ours = slot >= 0
+    if WHICH == "rest":
+        is_ours &= stands == folded_to(tile, base, before, WINDOW, KEEP, TILES)
     out += row * out_row + head * V
-    if slot < 0:
-        every = row0 + tl.arange(0, BC)
-        for t in range(T):
-            tl.store(out + t * out_token + every, 0.0, every < row_end)
-    elif WHICH == "all" or start == stop:
+    if is_ours:
         oldest = oldest_needed(base, folded, WINDOW, KEEP, TILES)
         high += slot * high_slot + head * V * K
-        ring_k += slot * k_slot + head // (HV // H) * R * K
         ring_v += slot * v_slot + head * R * V
         if FORMAT != "f32" and FORMAT != "bf16":
             low += slot * low_slot + head * V * K
         if FORMAT == "q24" or FORMAT == "q16":
             scales += slot * scales_slot + head * V
             columns += slot * columns_slot + (head * TILES + tile) * K
-        if FOLDS:
-            if start < stop:
-                fold_due(
-                    high, low, scales, columns, ring_k, ring_v,
-                    ring_g + slot * g_slot + head * R * (K if CHANNEL else 1),
-                    ring_w + slot * w_slot + head * R,
-                    start, stop, tile * WINDOW // TILES, row0, row_end,
-                    K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
-                )  # fmt: skip
         if SHARED_X:
             x += row * x_row + head // (HV // H) * x_head
         else:
             x += row * x_row + head * x_head + tile * x_tile
-        begin = (stop - oldest).to(tl.int32)
-        total = (first + length - oldest).to(tl.int32)
-        full = tl.load(plan + FULL * rows + row) != 0
         read_chunk(
             out, x, scale + (row * HV + head) * T * TILES + tile, coef + (row * HV + head) * T * NE,
             gate_z + row * z_row + head * V, high, low, scales, columns, ring_v,
-            out_token, z_token, x_token, (oldest % R).to(tl.int32), begin, total, length, full,
-            row0, row_end, T, K, V, R, NE, TILES, FORMAT, DEPTH, SHARED_X, DIGITS, HAS_Z, ASM,
+            out_token, z_token, x_token, (oldest % R).to(tl.int32), (stands - oldest).to(tl.int32),
+            (first + length - oldest).to(tl.int32), length.to(tl.int32), full, row0, row_end,
+            T, K, V, R, NE, TILES, FORMAT, DEPTH, SHARED_X, DIGITS, HAS_Z, ASM, WAITS,
             CHUNK, BR, BK,
         )  # fmt: skip
+    elif slot < 0:
+        every = row0 + tl.arange(0, BC)
+        for t in range(T):
+            tl.store(out + t * out_token + every, 0.0, every < row_end)
 
 
 @triton.jit
@@ -131,53 +146,98 @@ def step_kernel(
     """Fold and read; the grid is rows x value heads, chunks."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
     part = tl.program_id(1)
-    _run_chunk(
-        plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g,
-        ring_w, rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+    _fold_part(
+        plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
         high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-        row, head, part, True, "all", T, H, HV, K, V, R, NE, WINDOW, KEEP, TILES, FORMAT, DEPTH,
-        DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK,
+        row, head, part,
+        H, HV, K, V, R,
+        WINDOW, KEEP, TILES, FORMAT,
+        DELTA, CHANNEL, ASM,
+        CHUNK, BF, BC, BK,
+    )  # fmt: skip
+    _read_part(
+        plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
+        rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+        high_slot, low_slot, scales_slot, columns_slot, v_slot,
+        row, head, part, "all", False,
+        T, H, HV, K, V,
+        R, NE, WINDOW, KEEP,
+        TILES, FORMAT, DEPTH, SHARED_X,
+        DIGITS, HAS_Z, ASM, CHUNK,
+        BR, BC, BK,
     )  # fmt: skip
 
 
 @triton.jit
 def read_kernel(
-    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
+    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
     rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
-    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+    high_slot, low_slot, scales_slot, columns_slot, v_slot,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
-    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
-    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
-    ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BK: tl.constexpr,
+    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SHARED_X: tl.constexpr,
+    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Read the chunks that fold nothing in this step; the grid is the step kernel's."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
     part = tl.program_id(1)
-    _run_chunk(
-        plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g,
-        ring_w, rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
-        high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-        row, head, part, False, "rest", T, H, HV, K, V, R, NE, WINDOW, KEEP, TILES, FORMAT, DEPTH,
-        DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK,
+    _read_part(
+        plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
+        rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+        high_slot, low_slot, scales_slot, columns_slot, v_slot,
+        row, head, part, "rest", WAITS,
+        T, H, HV, K, V,
+        R, NE, WINDOW, KEEP,
+        TILES, FORMAT, DEPTH, SHARED_X,
+        DIGITS, HAS_Z, ASM, CHUNK,
+        BR, BC, BK,
     )  # fmt: skip
 
 
 @triton.jit
-def due_kernel(
+def read_due_kernel(
     due, stride,
-    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
+    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
     rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
-    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+    high_slot, low_slot, scales_slot, columns_slot, v_slot,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
-    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
-    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
-    ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BK: tl.constexpr,
+    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SHARED_X: tl.constexpr,
+    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Fold and read the tiles on the list ``due``: their number, then ``row * TILES + tile``."""
+    """Read the chunks on the list ``due`` (see :func:`fold_due_kernel`)."""
+    chunks: tl.constexpr = (V // TILES + CHUNK - 1) // CHUNK
+    items = tl.load(due) * HV * chunks
+    for item in range(tl.program_id(0), items, stride):
+        entry = tl.load(due + 1 + item // (HV * chunks))
+        row, head = (entry // TILES).to(tl.int64), item // chunks % HV
+        part = entry % TILES * chunks + item % chunks
+        _read_part(
+            plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
+            rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+            high_slot, low_slot, scales_slot, columns_slot, v_slot,
+            row, head, part, "all", False,
+            T, H, HV, K, V,
+            R, NE, WINDOW, KEEP,
+            TILES, FORMAT, DEPTH, SHARED_X,
+            DIGITS, HAS_Z, ASM, CHUNK,
+            BR, BC, BK,
+        )  # fmt: skip
+
+
+@triton.jit
+def fold_due_kernel(
+    due, stride,
+    plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
+    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr, FORMAT: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
+    CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Fold the tiles on the list ``due``: their number, then ``row * TILES + tile``."""
     chunks: tl.constexpr = (V // TILES + CHUNK - 1) // CHUNK
     items = tl.load(due) * HV * chunks
     for item in range(tl.program_id(0), items, stride):
@@ -187,18 +247,24 @@ def due_kernel(
         if ASM:
             coming = item + stride
             entry = tl.load(due + 1 + coming // (HV * chunks), coming < items, 0)
-            ahead = tl.load(plan + SLOT * rows + entry // TILES)
-            at = (coming // chunks % HV * V + entry % TILES * (V // TILES)
-                  + coming % chunks * CHUNK) * K  # fmt: skip
-            fetch_rows(high + ahead * high_slot + at, CHUNK * K, coming < items)
+            slot = tl.load(plan + SLOT * rows + entry // TILES)
+            ahead = coming // chunks % HV
+            at = (ahead * V + entry % TILES * (V // TILES) + coming % chunks * CHUNK) * K
+            fetch_rows(high + slot * high_slot + at, CHUNK * K, coming < items)
             if FORMAT != "f32" and FORMAT != "bf16":
-                fetch_rows(low + ahead * low_slot + at, CHUNK * K, coming < items)
-        _run_chunk(
-            plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g,
-            ring_w, rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+                fetch_rows(low + slot * low_slot + at, CHUNK * K, coming < items)
+            fetch_rows(ring_k + slot * k_slot + ahead // (HV // H) * R * K, R * K, coming < items)
+            fetch_rows(ring_v + slot * v_slot + ahead * R * V, R * V, coming < items)
+            if CHANNEL:
+                fetch_rows(ring_g + slot * g_slot + ahead * R * K, R * K, coming < items)
+        _fold_part(
+            plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
             high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-            row, head, part, True, "all", T, H, HV, K, V, R, NE, WINDOW, KEEP, TILES, FORMAT, DEPTH,
-            DELTA, CHANNEL, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK, BR, BF, BC, BK,
+            row, head, part,
+            H, HV, K, V, R,
+            WINDOW, KEEP, TILES, FORMAT,
+            DELTA, CHANNEL, ASM,
+            CHUNK, BF, BC, BK,
         )  # fmt: skip
 
 
@@ -213,29 +279,13 @@ def fold_kernel(
 ):  # fmt: skip
     """Fold what is due of every row and nothing else; the grid is the step kernel's."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
-    per_tile: tl.constexpr = V // TILES
-    chunks: tl.constexpr = (per_tile + CHUNK - 1) // CHUNK
-    tile = tl.program_id(1) // chunks
-    row0 = tile * per_tile + tl.program_id(1) % chunks * CHUNK
-    row_end = tl.minimum(row0 + CHUNK, (tile + 1) * per_tile)
-    slot = tl.load(plan + SLOT * rows + row)
-    if slot < 0:
-        return
-    base = tl.load(plan + BASE * rows + row)
-    before = tl.load(plan + FOLDED * rows + row)
-    folded = tl.maximum(before, tl.load(plan + COMMITTED * rows + row))
-    start = folded_to(tile, base, before, WINDOW, KEEP, TILES)
-    stop = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
-    high += slot * high_slot + head * V * K
-    if FORMAT != "f32" and FORMAT != "bf16":
-        low += slot * low_slot + head * V * K
-    if FORMAT == "q24" or FORMAT == "q16":
-        scales += slot * scales_slot + head * V
-        columns += slot * columns_slot + (head * TILES + tile) * K
-    fold_due(
-        high, low, scales, columns,
-        ring_k + slot * k_slot + head // (HV // H) * R * K, ring_v + slot * v_slot + head * R * V,
-        ring_g + slot * g_slot + head * R * (K if CHANNEL else 1), ring_w + slot * w_slot + head * R,
-        start, stop, tile * WINDOW // TILES, row0, row_end,
-        K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
+    part = tl.program_id(1)
+    _fold_part(
+        plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
+        high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
+        row, head, part,
+        H, HV, K, V, R,
+        WINDOW, KEEP, TILES, FORMAT,
+        DELTA, CHANNEL, ASM,
+        CHUNK, BF, BC, BK,
     )  # fmt: skip
