@@ -153,14 +153,33 @@ def row_amax(x):
 
 
 @triton.jit
+def _fetch(target):
+    """Ask for the cache lines at ``target`` to be brought into the L2 cache (NVIDIA)."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [target], tl.int32, False, 1
+    )
+
+
+@triton.jit
 def fetch_rows(at, COUNT: tl.constexpr, live):
-    """Ask for ``COUNT`` elements at a scalar pointer to be brought into the L2 cache (NVIDIA)."""
+    """Bring ``COUNT`` elements at a scalar pointer into the L2 cache."""
     per_line: tl.constexpr = 128 // (at.dtype.element_ty.primitive_bitwidth // 8)
     lines: tl.constexpr = (COUNT + per_line - 1) // per_line
     width: tl.constexpr = 1 << (lines - 1).bit_length()
     line = tl.arange(0, width)
     # lines beyond the last ask for the last again
-    target = at + tl.where(live, tl.minimum(line, lines - 1) * per_line, 0)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [target], tl.int32, False, 1
-    )
+    _fetch(at + tl.where(live, tl.minimum(line, lines - 1) * per_line, 0))
+
+
+@triton.jit
+def fetch_entries(ring, start, count, R: tl.constexpr, WIDTH: tl.constexpr):
+    """Bring ``count`` entries of a ring, ``WIDTH`` elements each, into the L2 cache."""
+    per_line: tl.constexpr = 128 // (ring.dtype.element_ty.primitive_bitwidth // 8)
+    lines: tl.constexpr = (WIDTH + per_line - 1) // per_line
+    width: tl.constexpr = 1 << (R * lines - 1).bit_length()
+    line = tl.arange(0, width)
+    at = start + line // lines
+    at = tl.where(at >= R, at - R, at)
+    # lines beyond the last ask for the first again
+    _fetch(ring + tl.where(line < count * lines, at * WIDTH + line % lines * per_line,
+                           start * WIDTH))  # fmt: skip

@@ -116,12 +116,30 @@ def _fold_rows(
 
 
 @triton.jit
-def _fold_sums(
+def _inverse_of_unit_lower(a, FE: tl.constexpr):
+    """Return the transpose of ``(I + a)^-1`` for a strictly lower ``a [FE, FE]``, row by row."""
+    i, j = tl.arange(0, FE)[:, None], tl.arange(0, FE)[None, :]
+    x = tl.where(i == j, 1.0, 0.0)
+    for s in range(1, FE):
+        row = tl.sum(tl.where(i == s, a, 0.0), 0)
+        column = tl.sum(x * row[None, :], 1)
+        x = tl.where(j == s, x - column[:, None], x)
+    return x
+
+
+@triton.jit
+def _fold_products(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr, ASM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
+    DELTA: tl.constexpr, ASM: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, FE: tl.constexpr,
 ):  # fmt: skip
-    """Fold ``count <= FE`` additive entries with scalar decays into a chunk: ``S D + U K``."""
+    """Fold ``count <= FE`` entries with scalar decays into a chunk: ``S D + U K``.
+
+    An additive entry's row of U is ``w v`` times the decay behind it. For delta writes it is that of
+    the UT transform, ``(I + A)^-1 R``, with A strictly lower, ``A_st = w_s D_{t+1..s} k_s . k_t``
+    and ``R_s = w_s (v_s - D_{1..s} S k_s)``.
+    """
     kk, e = tl.arange(0, BK), tl.arange(0, FE)
     k_live, e_live = kk < K, e < count
     SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
@@ -131,8 +149,21 @@ def _fold_sums(
     keys = tl.load(ring_k + at[:, None] * K + kk[None, :], e_live[:, None] & k_live[None, :], 0.0)
     # the decay behind an entry is the sum of the newer gates, never a difference of sums
     later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
-    weight = tl.load(ring_w + at, e_live, 0.0) * tl.exp(tl.cumsum(later, 0, reverse=True))
-    carry = tl.exp(tl.sum(tl.load(ring_g + at, e_live, 0.0), 0))
+    after = tl.exp(tl.cumsum(later, 0, reverse=True))
+    gates, strength = tl.load(ring_g + at, e_live, 0.0), tl.load(ring_w + at, e_live, 0.0)
+    weight, carry = strength * after, tl.exp(tl.sum(gates, 0))
+    if DELTA:
+        newer, older = e[:, None], e[None, :]
+        between = tl.cumsum(tl.where(newer > older, gates[:, None], 0.0), 0)
+        if B16:
+            products = tl.dot(keys, tl.trans(keys))
+        else:
+            wide = keys.to(tl.float32)
+            products = tl.dot(wide, tl.trans(wide), input_precision="ieee")
+        lower = strength[:, None] * tl.exp(between) * products
+        solve = _inverse_of_unit_lower(tl.where(newer > older, lower, 0.0), FE)
+        solve = solve * after[None, :]
+        upto = strength * tl.exp(tl.cumsum(gates, 0))
     if SCALED:
         every = row0 + tl.arange(0, BC)
         sizes = tl.load(ring_v + at[:, None] * V + every[None, :],
@@ -142,7 +173,8 @@ def _fold_sums(
         part = tl.sum(size[:, None] * tl.abs(keys.to(tl.float32)), 0)
         fresh = _as_scale(old * carry + part, old)
         inverse = 1.0 / fresh.to(tl.float32)
-        carry = old * carry
+        # a delta fold needs the state itself before it decays
+        carry = tl.broadcast_to(carry, (BK,)) if DELTA else old * carry
     # the bound is known at run time only, so that blocks are not unrolled into each other
     for block in range(0, row_end - row0, BF):
         rows = row0 + block + tl.arange(0, BF)
@@ -152,7 +184,14 @@ def _fold_sums(
         state = read_rows(high, low, scales, at_s, live, rows, rows_live, FORMAT, ASM)
         values = tl.load(ring_v + at[None, :] * V + rows[:, None],
                          e_live[None, :] & rows_live[:, None], 0.0)  # fmt: skip
-        update = values.to(tl.float32) * weight[None, :]
+        if DELTA:
+            if SCALED:
+                state *= old[None, :]
+            known = dot_exact(state, tl.trans(keys), tl.zeros((BF, FE), tl.float32), B16)
+            update = values.to(tl.float32) * strength[None, :] - upto[None, :] * known
+            update = tl.dot(update, solve, input_precision="ieee")
+        else:
+            update = values.to(tl.float32) * weight[None, :]
         if SCALED:
             state = dot_exact(update, keys, state * carry[None, :], B16) * inverse[None, :]
         else:
@@ -207,7 +246,7 @@ def fold_chunk(
     Pointers are those of the slot's head, ``columns`` of its tile. ``start`` is the ring index of
     the oldest entry.
     """
-    if DELTA or CHANNEL:
+    if CHANNEL:
         _fold_entries(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
             K, V, R, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
@@ -215,7 +254,7 @@ def fold_chunk(
     else:
         # a matrix unit takes 16 entries or more
         FE: tl.constexpr = 16 if WINDOW <= 16 else 1 << (WINDOW - 1).bit_length()
-        _fold_sums(
+        _fold_products(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-            K, V, R, FORMAT, ASM, BF, BC, BK, FE,
+            K, V, R, FORMAT, DELTA, ASM, BF, BC, BK, FE,
         )  # fmt: skip

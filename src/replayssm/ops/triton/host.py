@@ -159,7 +159,9 @@ def step_calls(
     args = (*tensors, store.v, *numbers, *strides[:4], strides[5])
     reading = {n: v for n, v in constants.items() if n not in ("DELTA", "CHANNEL", "BF")}
     folding = {**_geometry(store), **_fold_blocks(store, how)}
-    folding |= {"CHUNK": how.fold_chunk, "BC": power_of_two(how.fold_chunk)}
+    # the rows of a tile share its column scales: one program folds them all
+    fold_chunk = chunks if store.columns is not None else how.fold_chunk
+    folding |= {"CHUNK": fold_chunk, "BC": power_of_two(fold_chunk)}
     walk = (plan.due, how.fold_programs, plan.counts, *_planes(store), *_rings(store), plan.rows,
             *strides)  # fmt: skip
     return [

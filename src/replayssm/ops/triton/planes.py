@@ -52,7 +52,8 @@ def step_size(FORMAT: tl.constexpr):
 def _join(top, rest, FORMAT: tl.constexpr):
     """Return ``(top << bits) + rest`` of a fixed-point format as fp32, on NVIDIA chips.
 
-    A byte permute with sign extension and one conversion a number.
+    A byte permute with sign extension and one conversion a number. Not marked as pure, so
+    that it is not made again for every layout that its numbers are wanted in.
     """
     if FORMAT == "q24":
         joined = tl.inline_asm_elementwise(
@@ -67,7 +68,7 @@ def _join(top, rest, FORMAT: tl.constexpr):
             cvt.rn.f32.s32 $2, c;
             cvt.rn.f32.s32 $3, d;
             }""",
-            "=f,=f,=f,=f,r,r,r", [top, rest], tl.float32, True, 4,
+            "=f,=f,=f,=f,r,r,r", [top, rest], tl.float32, False, 4,
         )  # fmt: skip
     else:
         joined = tl.inline_asm_elementwise(
@@ -82,7 +83,7 @@ def _join(top, rest, FORMAT: tl.constexpr):
             cvt.rn.f32.s32 $2, c;
             cvt.rn.f32.s32 $3, d;
             }""",
-            "=f,=f,=f,=f,r,r", [top, rest], tl.float32, True, 4,
+            "=f,=f,=f,=f,r,r", [top, rest], tl.float32, False, 4,
         )  # fmt: skip
     return joined
 

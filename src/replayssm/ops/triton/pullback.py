@@ -23,7 +23,7 @@ from replayssm.ops.triton.common import (
     SLOT,
     dot_exact,
     dot_near,
-    fetch_rows,
+    fetch_entries,
     folded_to,
     gate,
     oldest_needed,
@@ -44,27 +44,24 @@ def _on_path(ancestors, row, token, entry, T: tl.constexpr):
 
 
 @triton.jit
-def _append(
-    row, head, t, live, at, v, g, w, rates, biases, ring_v, ring_g, ring_w,
+def _entries(
+    row, head, t, live, v, g, w, rates, biases,
     v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, GATES: tl.constexpr,
-    CHANNEL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GATES: tl.constexpr, CHANNEL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Write the entries of a program's lines to ring indices ``at [lines]``, all but their keys.
-
-    Returns the log-decays and the write strengths.
-    """
+    """Return the values, log-decays and write strengths of a program's lines."""
     kk, vv = tl.arange(0, BK), tl.arange(0, BV)
-    k_live, v_live = live[:, None] & (kk < K)[None, :], live[:, None] & (vv < V)[None, :]
     value = tl.load(v + row * v_row + t[:, None] * v_token + head[:, None] * V + vv[None, :],
-                    v_live, 0.0)  # fmt: skip
-    raw_w = tl.zeros_like(at).to(tl.float32)
+                    live[:, None] & (vv < V)[None, :], 0.0)  # fmt: skip
+    raw_w = tl.zeros_like(head).to(tl.float32)
     if GATES != "dt":
         raw_w = tl.load(w + row * w_row + t * w_token + head, live, 0.0).to(tl.float32)
     rate, bias = raw_w, raw_w
     if GATES != "none":
         rate = tl.load(rates + head, live, 0.0).to(tl.float32)
     if CHANNEL:
+        k_live = live[:, None] & (kk < K)[None, :]
         at_g = head[:, None] * K + kk[None, :]
         if GATES != "none":
             bias = tl.load(biases + at_g, k_live, 0.0).to(tl.float32)
@@ -73,35 +70,45 @@ def _append(
         raw_g = tl.load(g + row * g_row + t[:, None] * g_token + at_g, k_live, 0.0)
         log_decay, strength = gate(raw_g.to(tl.float32), raw_w[:, None], rate[:, None], bias,
                                    w_low, w_high, GATES)  # fmt: skip
-        tl.store(ring_g + (head * R + at)[:, None] * K + kk[None, :], log_decay, k_live)
-        strength = tl.reshape(strength, at.shape)
+        strength = tl.reshape(strength, head.shape)
     else:
         if GATES != "none":
             bias = tl.load(biases + head, live, 0.0).to(tl.float32)
         raw_g = tl.load(g + row * g_row + t * g_token + head, live, 0.0).to(tl.float32)
         log_decay, strength = gate(raw_g, raw_w, rate, bias, w_low, w_high, GATES)
-        tl.store(ring_g + head * R + at, log_decay, live)
-    tl.store(ring_w + head * R + at, strength, live)
-    tl.store(ring_v + (head * R + at)[:, None] * V + vv[None, :],
-             value.to(ring_v.dtype.element_ty), v_live)  # fmt: skip
-    return log_decay, strength
+    return value, log_decay, strength
 
 
 @triton.jit
-def _append_keys(
-    k, ring_k, tokens, at, live, k_token, eps,
-    K: tl.constexpr, NORM: tl.constexpr, BK: tl.constexpr,
+def _append_gates(
+    head, at, live, log_decay, strength, ring_g, ring_w,
+    K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys of block ``tokens [..., 1]`` to ring indices ``at`` and return them.
+    """Write log-decays and strengths of lines to ring indices ``at [lines]``."""
+    if CHANNEL:
+        kk = tl.arange(0, BK)
+        k_live = live[:, None] & (kk < K)[None, :]
+        tl.store(ring_g + (head * R + at)[:, None] * K + kk[None, :], log_decay, k_live)
+    else:
+        tl.store(ring_g + head * R + at, log_decay, live)
+    tl.store(ring_w + head * R + at, strength, live)
 
-    Pointers are those of the row or slot and key head.
-    """
-    kk = tl.arange(0, BK)
-    live = live & (kk < K)
-    key = tl.load(k + tokens * k_token + kk, live, 0.0)
-    key = unit(key.to(tl.float32), eps, NORM).to(ring_k.dtype.element_ty)
-    tl.store(ring_k + at * K + kk, key, live)
-    return key
+
+@triton.jit
+def _append_values(
+    head, at, live, value, ring_v, V: tl.constexpr, R: tl.constexpr, BV: tl.constexpr
+):  # fmt: skip
+    """Write values of lines to ring indices ``at [lines]``."""
+    vv = tl.arange(0, BV)
+    tl.store(ring_v + (head * R + at)[:, None] * V + vv[None, :],
+             value.to(ring_v.dtype.element_ty), live[:, None] & (vv < V)[None, :])  # fmt: skip
+
+
+@triton.jit
+def _keys(k, tokens, live, k_token, eps, NORM: tl.constexpr, KIND: tl.constexpr):
+    """Return the keys of block ``tokens`` as the ring keeps them; ``k`` points at the channels."""
+    key = tl.load(k + tokens * k_token, live, 0.0)
+    return unit(key.to(tl.float32), eps, NORM).to(KIND)
 
 
 @triton.jit
@@ -145,40 +152,42 @@ def products_kernel(
     at, next_at = start + e, start + e + 1
     at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
     known, fresh = e < past, (e >= past) & (e < total)
-    k, ring_k = k + row * k_row + h * K, ring_k + h * R * K
+    # every load of T = 1 comes before the first store, which later ones would have to wait for
+    k, ring_k = k + row * k_row + h * K + kk, ring_k + h * R * K
+    own_at = (start + past + t) % R
+    value, log_decay, write = _entries(
+        row, head, t, live, v, g, w, rates, biases,
+        v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
+        K, V, GATES, CHANNEL, BK, BV,
+    )  # fmt: skip
     keys = tl.load(ring_k + at[:, None] * K + kk[None, :],
                    known[:, None] & k_live[None, :], 0.0)  # fmt: skip
     if T == 1:
-        own = _append_keys(k, ring_k, 0, (start + past) % R, length > 0, 0, eps, K, NORM, BK)
-        keys = tl.where((e == past)[:, None], own[None, :], keys)
+        own = _keys(k, 0, k_live & (length > 0), 0, eps, NORM, keys.dtype)[None, :]
     else:
-        own = _append_keys(k, ring_k, (e - past)[:, None], at[:, None], fresh[:, None], k_token,
-                           eps, K, NORM, BK)  # fmt: skip
-        keys = tl.where(fresh[:, None], own, keys)
+        own = _keys(k[None, :], (e - past)[:, None], fresh[:, None] & k_live[None, :], k_token,
+                    eps, NORM, keys.dtype)  # fmt: skip
+    keys = tl.where(fresh[:, None], own, keys)
     path = live[:, None] & (e < total)[None, :]
     path = path & _on_path(ancestors, row, t[:, None], (e - past)[None, :], T)
     # the decay behind an entry is the sum of the newer gates, never a difference of sums
     later = live[:, None] & (e + 1 < total)[None, :]
     later = later & _on_path(ancestors, row, t[:, None], (e + 1 - past)[None, :], T)
-    at_g = ring_g + head[:, None] * R
+    at_g, at_w = ring_g + head[:, None] * R, ring_w + head[:, None] * R
     gates = tl.load(at_g + at[None, :], path & known[None, :], 0.0)
     newer = tl.load(at_g + next_at[None, :], later & (e + 1 < past)[None, :], 0.0)
-    strength = tl.load(ring_w + head[:, None] * R + at[None, :], path & known[None, :], 0.0)
-    log_decay, write = _append(
-        row, head, t, live, (start + past + t) % R, v, g, w, rates, biases, ring_v, ring_g, ring_w,
-        v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
-        K, V, R, GATES, CHANNEL, BK, BV,
-    )  # fmt: skip
+    strength = tl.load(at_w + at[None, :], path & known[None, :], 0.0)
     if T == 1:
         gates = tl.where((e == past)[None, :] & path, log_decay[:, None], gates)
         newer = tl.where((e + 1 == past)[None, :] & later, log_decay[:, None], newer)
         strength = tl.where((e == past)[None, :] & path, write[:, None], strength)
     else:
+        _append_gates(head, own_at, live, log_decay, write, ring_g, ring_w, K, R, CHANNEL, BK)
         # the block's gates are those that other lanes have just written
         tl.debug_barrier()
         gates += tl.load(at_g + at[None, :], path & fresh[None, :], 0.0)
         newer += tl.load(at_g + next_at[None, :], later & (e + 1 >= past)[None, :], 0.0)
-        strength += tl.load(ring_w + head[:, None] * R + at[None, :], path & fresh[None, :], 0.0)
+        strength += tl.load(at_w + at[None, :], path & fresh[None, :], 0.0)
     # the norm and the scale of a query are numbers of its line
     at_q = q + row * q_row + h * K
     factor = tl.zeros((BL,), tl.float32) + q_scale
@@ -212,6 +221,10 @@ def products_kernel(
             z = d_i[:, None] * (z - c_i[:, None] * k_i[None, :])
     else:
         c = strength * tl.exp(tl.cumsum(newer, 1, reverse=True)) * z
+    if T == 1:
+        _append_gates(head, own_at, live, log_decay, write, ring_g, ring_w, K, R, CHANNEL, BK)
+    _append_values(head, own_at, live, value, ring_v, V, R, BV)
+    tl.store(ring_k + at[:, None] * K + kk[None, :], keys, fresh[:, None] & k_live[None, :])
     out = (row * HV + head) * T + t
     weight = c
     if SKIP:
@@ -280,41 +293,47 @@ def chain_kernel(
         at_g = head[:, None] * R
         g_step: tl.constexpr = 1
         g_live = live[:, None]
+    k, ring_k = k + row * k_row + h * K + kk[None, :], ring_k + h * R * K
     if ASM:
-        fetch_rows(ring_k + h * R * K, R * K, past > 0)
-        fetch_rows(ring_g + tl.program_id(1) * per * R * g_step, per * R * g_step, past > 0)
-        fetch_rows(ring_w + tl.program_id(1) * per * R, per * R, past > 0)
+        fetch_entries(ring_k, start, past, R, K)
+        if CHANNEL:
+            fetch_entries(ring_g + tl.program_id(1) * R * K, start, past, R, K)
+    own_at = (start + past + t) % R
+    value, log_decay, strength = _entries(
+        row, head, t, live, v, g, w, rates, biases,
+        v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
+        K, V, GATES, CHANNEL, BK, BV,
+    )  # fmt: skip
+    if T == 1:
+        own = _keys(k, 0, k_live[None, :] & (length > 0), 0, eps, NORM, ring_k.dtype.element_ty)
+    else:
+        own = _keys(k, t[:, None], both, k_token, eps, NORM, ring_k.dtype.element_ty)
     skip = tl.zeros((BL,), tl.float32)
     if SKIP:
         skip = tl.load(skips + head, live, 0.0).to(tl.float32)
     out = (row * HV + head) * T + t
     at_x = x_out + ((row * HV + head) * TILES * T + t)[:, None] * K + kk[None, :]
-    at = (start + past + t) % R
-    log_decay, strength = _append(
-        row, head, t, live, at, v, g, w, rates, biases, ring_v, ring_g, ring_w,
-        v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
-        K, V, R, GATES, CHANNEL, BK, BV,
-    )  # fmt: skip
-    k, ring_k = k + row * k_row + h * K, ring_k + h * R * K
-    entries = past + length
-    if T == 1:
-        # the block's one entry is passed from registers
-        own = _append_keys(k, ring_k, 0, (start + past) % R, length > 0, 0, eps, K, NORM, BK)
-        own = own.to(tl.float32)
-        c = strength * tl.sum(x * own[None, :], 1)
-        tl.store(coef + out * NE + past, c + skip, live)
-        if DELTA:
-            x -= c[:, None] * own[None, :]
-        x *= tl.exp(log_decay if CHANNEL else log_decay[:, None])
-        entries = past
-    else:
-        _append_keys(k, ring_k, t[:, None], at[:, None], live[:, None], k_token, eps, K, NORM, BK)
+    if T > 1:
+        _append_gates(head, own_at, live, log_decay, strength, ring_g, ring_w, K, R, CHANNEL, BK)
+        tl.store(ring_k + own_at[:, None] * K + kk[None, :], own, both)
         # what follows reads what other lanes have just written
         tl.debug_barrier()
+    # the one entry of a block of one token is passed from registers
+    entries = past if T == 1 else past + length
     older = (start + entries + R - 1) % R
     next_key = tl.load(ring_k + older * K + kk, k_live & (entries > 0), 0.0)
     next_g = tl.load(ring_g + at_g + older * g_step, g_live & (entries > 0), 0.0)
     next_w = tl.load(ring_w + head * R + older, live & (entries > 0), 0.0)
+    if T == 1:
+        wide = own.to(tl.float32)
+        c = strength * tl.sum(x * wide, 1)
+        if DELTA:
+            x -= c[:, None] * wide
+        x *= tl.exp(log_decay if CHANNEL else log_decay[:, None])
+        tl.store(coef + out * NE + past, c + skip, live)
+        _append_gates(head, own_at, live, log_decay, strength, ring_g, ring_w, K, R, CHANNEL, BK)
+        tl.store(ring_k + own_at[:, None] * K + kk[None, :], own, both)
+    _append_values(head, own_at, live, value, ring_v, V, R, BV)
     for i in range(entries):
         entry = entries - 1 - i
         key, gates, write = next_key.to(tl.float32), next_g, next_w
