@@ -11,13 +11,7 @@ from torch import Tensor
 from replayssm.errors import UnsupportedError
 from replayssm.ops.triton.launch import Launch, default_launch, is_parallel, power_of_two
 from replayssm.ops.triton.pullback import chain_kernel, products_kernel
-from replayssm.ops.triton.step import (
-    fold_due_kernel,
-    fold_kernel,
-    read_due_kernel,
-    read_kernel,
-    step_kernel,
-)
+from replayssm.ops.triton.step import due_kernel, fold_kernel, read_kernel, step_kernel
 from replayssm.types import Decay, Write
 
 if TYPE_CHECKING:
@@ -56,10 +50,8 @@ class Fused:
 
 
 PLAIN = Fused()
-# value heads and tokens that one program of the pull-back carries: a matrix unit's rows
+# value heads and tokens that a warp of the pull-back carries: a matrix unit's rows
 LINES = 16
-# programs that read the tiles which fold in a step
-READERS = 1056
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,33 +139,28 @@ def step_calls(
     numbers = (
         plan.rows, *out.stride()[:2], *((0, 0) if z is None else z.stride()[:2]), *pulled.strides,
     )  # fmt: skip
+    strides = _slot_strides(store)
+    args = (*tensors, store.k, store.v, store.g, store.w, *numbers, *strides)
     constants = {
         "T": block.tokens, "NE": pulled.coef.shape[-1], "DEPTH": plan.depth,
         "SHARED_X": pulled.scale is not None, "DIGITS": _takes_digits(store, out),
         "HAS_Z": z is not None, "BR": how.read_rows, **_geometry(store), **_fold_blocks(store, how),
     }  # fmt: skip
     if not how.fold_programs:
-        args = (*tensors, *_rings(store), *numbers, *_slot_strides(store))
         return [pulled.call, Call(step_kernel, grid, args, constants, how.warps)]
-    strides = _slot_strides(store)
-    args = (*tensors, store.v, *numbers, *strides[:4], strides[5])
-    reading = {n: v for n, v in constants.items() if n not in ("DELTA", "CHANNEL", "BF")}
-    folding = {**_geometry(store), **_fold_blocks(store, how)}
+    constants["WAITS"] = how.pdl and _has_asm(out.device)
     # the rows of a tile share its column scales: one program folds them all
     fold_chunk = chunks if store.columns is not None else how.fold_chunk
-    folding |= {"CHUNK": fold_chunk, "BC": power_of_two(fold_chunk)}
-    walk = (plan.due, how.fold_programs, plan.counts, *_planes(store), *_rings(store), plan.rows,
-            *strides)  # fmt: skip
+    folding = {**constants, "CHUNK": fold_chunk, "BC": power_of_two(fold_chunk)}
+    folding["BR"] = min(how.read_rows, folding["BC"])
+    reading = {n: v for n, v in constants.items() if n not in ("DELTA", "CHANNEL", "BF")}
+    read_args = (*tensors, store.v, *numbers, *strides[:4], strides[5])
     return [
-        Call(fold_due_kernel, (how.fold_programs,), walk, folding, how.fold_warps),
         pulled.call,
-        Call(read_kernel, grid, args, {**reading, "WAITS": how.pdl and _has_asm(out.device)}, how.warps),
-        Call(read_due_kernel, (READERS,), (plan.due, READERS, *args), reading, how.warps),
-    ]
-
-
-def _rings(store: LayerStore) -> tuple[Tensor, ...]:
-    return (store.k, store.v, store.g, store.w)
+        Call(due_kernel, (how.fold_programs,), (plan.due, how.fold_programs, *args), folding,
+             how.fold_warps),
+        Call(read_kernel, grid, read_args, reading, how.warps),
+    ]  # fmt: skip
 
 
 def fold_(store: LayerStore, plan: DevicePlan, launch: Launch | None = None) -> None:
@@ -243,8 +230,9 @@ def _pull_back(
     }  # fmt: skip
     # one query of a delta layer is carried back faster than its products of keys are made
     if is_parallel(spec) or (is_scalar and tokens > 1):
-        constants["BL"] = LINES
-        kernel, grid = products_kernel, (rows, at.key_heads, -(-at.heads_per_key * tokens // LINES))
+        lines = at.heads_per_key * tokens
+        constants["BL"] = min(max(power_of_two(lines), LINES), LINES if tokens == 1 else 4 * LINES)
+        kernel, grid = products_kernel, (rows, at.key_heads, -(-lines // constants["BL"]))
     else:
         heads = at.heads_per_key if is_scalar else 1
         constants["BL"] = power_of_two(heads * tokens)

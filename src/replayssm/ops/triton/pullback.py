@@ -286,14 +286,14 @@ def chain_kernel(
     ring_k, ring_v = ring_k + slot * k_slot, ring_v + slot * v_slot
     ring_g, ring_w = ring_g + slot * g_slot, ring_w + slot * w_slot
     if CHANNEL:
-        at_g = tl.program_id(1) * R * K + kk[None, :]
+        at_g = ring_g + tl.program_id(1) * R * K + kk[None, :]
         g_step: tl.constexpr = K
         g_live = k_live[None, :]
     else:
-        at_g = head[:, None] * R
+        at_g = ring_g + head * R
         g_step: tl.constexpr = 1
-        g_live = live[:, None]
-    k, ring_k = k + row * k_row + h * K + kk[None, :], ring_k + h * R * K
+        g_live = live
+    k, ring_k = k + row * k_row + h * K + kk, ring_k + h * R * K
     if ASM:
         fetch_entries(ring_k, start, past, R, K)
         if CHANNEL:
@@ -305,9 +305,9 @@ def chain_kernel(
         K, V, GATES, CHANNEL, BK, BV,
     )  # fmt: skip
     if T == 1:
-        own = _keys(k, 0, k_live[None, :] & (length > 0), 0, eps, NORM, ring_k.dtype.element_ty)
+        own = _keys(k, 0, k_live & (length > 0), 0, eps, NORM, ring_k.dtype.element_ty)
     else:
-        own = _keys(k, t[:, None], both, k_token, eps, NORM, ring_k.dtype.element_ty)
+        own = _keys(k[None, :], t[:, None], both, k_token, eps, NORM, ring_k.dtype.element_ty)
     skip = tl.zeros((BL,), tl.float32)
     if SKIP:
         skip = tl.load(skips + head, live, 0.0).to(tl.float32)
@@ -322,17 +322,22 @@ def chain_kernel(
     entries = past if T == 1 else past + length
     older = (start + entries + R - 1) % R
     next_key = tl.load(ring_k + older * K + kk, k_live & (entries > 0), 0.0)
-    next_g = tl.load(ring_g + at_g + older * g_step, g_live & (entries > 0), 0.0)
+    next_g = tl.load(at_g + older * g_step, g_live & (entries > 0), 0.0)
     next_w = tl.load(ring_w + head * R + older, live & (entries > 0), 0.0)
+    # a decay of the whole vector is kept beside it
+    decay = tl.zeros((BL,), tl.float32) + 1.0
     if T == 1:
-        wide = own.to(tl.float32)
-        c = strength * tl.sum(x * wide, 1)
+        wide = own.to(tl.float32)[None, :]
+        passed = strength * tl.sum(x * wide, 1)
         if DELTA:
-            x -= c[:, None] * wide
-        x *= tl.exp(log_decay if CHANNEL else log_decay[:, None])
-        tl.store(coef + out * NE + past, c + skip, live)
+            x -= passed[:, None] * wide
+        if CHANNEL:
+            x *= tl.exp(log_decay)
+        else:
+            decay = tl.exp(log_decay)
+        tl.store(coef + out * NE + past, passed + skip, live)
         _append_gates(head, own_at, live, log_decay, strength, ring_g, ring_w, K, R, CHANNEL, BK)
-        tl.store(ring_k + own_at[:, None] * K + kk[None, :], own, both)
+        tl.store(ring_k + (start + past) % R * K + kk, own, k_live & (length > 0))
     _append_values(head, own_at, live, value, ring_v, V, R, BV)
     for i in range(entries):
         entry = entries - 1 - i
@@ -340,23 +345,29 @@ def chain_kernel(
         # the older entry is on its way while this one is passed
         older = tl.where(older > 0, older - 1, R - 1)
         next_key = tl.load(ring_k + older * K + kk, k_live & (entry > 0), 0.0)
-        next_g = tl.load(ring_g + at_g + older * g_step, g_live & (entry > 0), 0.0)
+        next_g = tl.load(at_g + older * g_step, g_live & (entry > 0), 0.0)
         next_w = tl.load(ring_w + head * R + older, live & (entry > 0), 0.0)
         if TILES > 1:
             for tile in tl.static_range(TILES):
                 stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest
                 if stands == entry + 1:
-                    tl.store(at_x + tile * T * K, x, both)
+                    tl.store(at_x + tile * T * K, x * decay[:, None], both)
         passed = write * tl.sum(x * key[None, :], 1)
         if T > 1:
             acts = _on_path(ancestors, row, t, entry - past, T)
             passed = tl.where(acts, passed, 0.0)
-            gates = tl.where(acts[:, None], gates, 0.0)
-        own_skip = tl.where(entry - past == t, skip, 0.0)
-        tl.store(coef + out * NE + entry, passed + own_skip, live)
+            gates = tl.where(acts[:, None] if CHANNEL else acts, gates, 0.0)
+        weight = passed * decay
+        if T > 1:
+            weight += tl.where(entry - past == t, skip, 0.0)
+        tl.store(coef + out * NE + entry, weight, live)
         if DELTA:
             x -= passed[:, None] * key[None, :]
-        x *= tl.exp(gates)
+        if CHANNEL:
+            x *= tl.exp(gates)
+        else:
+            decay *= tl.exp(gates)
+    x *= decay[:, None]
     for tile in tl.static_range(TILES):
         stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest
         tl.store(at_x + tile * T * K, x, both & (stands == 0))

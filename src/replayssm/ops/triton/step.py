@@ -1,10 +1,10 @@
 """The step's kernels: fold what is due, then read, by row, value head and chunk of value rows.
 
 A fold wants several times the registers of a read, and rows fold at different times. At small
-batches ``step_kernel`` does both in one launch. At large ones ``fold_due_kernel``, whose small grid
-walks the list of the tiles that are due, runs beside the pull-back and beside ``read_kernel``, which
-serves all other tiles; ``read_due_kernel`` reads the folded ones last. A fold needs nothing of the
-pull-back: it takes committed entries only.
+batches ``step_kernel`` does both in one launch. At large ones ``read_kernel`` serves the tiles that
+fold nothing in this step, with a program each, beside ``due_kernel``, whose small grid walks the
+list of those that do. Both may start while the pull-back runs: a fold needs nothing of it, and a
+read asks for the state first.
 """
 
 import triton
@@ -196,48 +196,22 @@ def read_kernel(
 
 
 @triton.jit
-def read_due_kernel(
+def due_kernel(
     due, stride,
-    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
+    plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
     rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
-    high_slot, low_slot, scales_slot, columns_slot, v_slot,
+    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
-    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SHARED_X: tl.constexpr,
-    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
+    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
+    ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
+    BK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Read the chunks on the list ``due`` (see :func:`fold_due_kernel`)."""
-    chunks: tl.constexpr = (V // TILES + CHUNK - 1) // CHUNK
-    items = tl.load(due) * HV * chunks
-    for item in range(tl.program_id(0), items, stride):
-        entry = tl.load(due + 1 + item // (HV * chunks))
-        row, head = (entry // TILES).to(tl.int64), item // chunks % HV
-        part = entry % TILES * chunks + item % chunks
-        _read_part(
-            plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
-            rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
-            high_slot, low_slot, scales_slot, columns_slot, v_slot,
-            row, head, part, "all", False,
-            T, H, HV, K, V,
-            R, NE, WINDOW, KEEP,
-            TILES, FORMAT, DEPTH, SHARED_X,
-            DIGITS, HAS_Z, ASM, CHUNK,
-            BR, BC, BK,
-        )  # fmt: skip
+    """Fold and read the tiles on the list ``due``: their number, then ``row * TILES + tile``.
 
-
-@triton.jit
-def fold_due_kernel(
-    due, stride,
-    plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
-    high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr, FORMAT: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
-    CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Fold the tiles on the list ``due``: their number, then ``row * TILES + tile``."""
+    ``WAITS``: the pull-back may still run while the first of them are folded.
+    """
     chunks: tl.constexpr = (V // TILES + CHUNK - 1) // CHUNK
     items = tl.load(due) * HV * chunks
     for item in range(tl.program_id(0), items, stride):
@@ -265,6 +239,17 @@ def fold_due_kernel(
             WINDOW, KEEP, TILES, FORMAT,
             DELTA, CHANNEL, ASM,
             CHUNK, BF, BC, BK,
+        )  # fmt: skip
+        _read_part(
+            plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
+            rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
+            high_slot, low_slot, scales_slot, columns_slot, v_slot,
+            row, head, part, "all", WAITS,
+            T, H, HV, K, V,
+            R, NE, WINDOW, KEEP,
+            TILES, FORMAT, DEPTH, SHARED_X,
+            DIGITS, HAS_Z, ASM, CHUNK,
+            BR, BC, BK,
         )  # fmt: skip
 
 
