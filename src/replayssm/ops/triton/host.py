@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from replayssm.errors import UnsupportedError
-from replayssm.ops.triton.launch import Launch, default_launch, is_parallel, power_of_two
+from replayssm.ops.triton.launch import Launch, choose_launch, is_parallel, power_of_two
 from replayssm.ops.triton.pullback import chain_kernel, products_kernel
 from replayssm.ops.triton.step import due_kernel, fold_kernel, read_kernel, step_kernel
 from replayssm.types import Decay, Write
@@ -64,6 +65,8 @@ class Call:
         args: Run-time arguments, in order.
         constants: Compile-time arguments by name.
         warps: Warps of a program.
+        registers: Most registers of a thread; 0 leaves it to the compiler.
+        early: Start while the kernel before it still runs (it waits by itself).
     """
 
     kernel: Any
@@ -71,12 +74,17 @@ class Call:
     args: tuple[Any, ...]
     constants: dict[str, Any]
     warps: int
+    registers: int = 0
+    early: bool = False
 
     def run(self) -> None:
         """Launch it."""
-        self.kernel[self.grid](
-            *self.args, **self.constants, num_warps=self.warps, num_stages=1
-        )
+        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": 1}
+        if self.registers:
+            options["maxnreg"] = self.registers
+        if self.early:
+            options["launch_pdl"] = True
+        self.kernel[self.grid](*self.args, **self.constants, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +119,29 @@ def step_(
         launch: Block sizes; the device's table decides when None.
     """
     if plan.rows:
-        for call in step_calls(store, plan, block, out, fused, launch):
+        calls = step_calls(store, plan, block, out, fused, launch)
+        if len(calls) > 2 and out.is_cuda:
+            _run_beside(*calls)
+            return
+        for call in calls:
             call.run()
+
+
+def _run_beside(pull: Call, due: Call, read: Call) -> None:
+    """Run the due tiles' kernel beside the read, on a stream of its own."""
+    main = torch.cuda.current_stream()
+    side = _side_stream(main.device)
+    pull.run()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        due.run()
+    read.run()
+    main.wait_stream(side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def step_calls(
@@ -125,7 +154,7 @@ def step_calls(
 ) -> list[Call]:
     """Return the launches of :func:`step_`, in order; arguments are its own."""
     spec = store.spec
-    how = launch or default_launch(spec, plan.rows)
+    how = launch or choose_launch(spec, plan.rows, block.tokens, store.high.device)
     pulled = _pull_back(store, plan, block, fused, how)
     at, ring = spec.layer, spec.ring
     chunks = at.value_dim // ring.tiles
@@ -148,17 +177,18 @@ def step_calls(
     }  # fmt: skip
     if not how.fold_programs:
         return [pulled.call, Call(step_kernel, grid, args, constants, how.warps)]
-    constants["WAITS"] = how.pdl and _has_asm(out.device)
     # the rows of a tile share its column scales: one program folds them all
     fold_chunk = chunks if store.columns is not None else how.fold_chunk
     folding = {**constants, "CHUNK": fold_chunk, "BC": power_of_two(fold_chunk)}
     folding["BR"] = min(how.read_rows, folding["BC"])
+    early = _has_asm(out.device)
+    folding["WAITS"] = early
     reading = {n: v for n, v in constants.items() if n not in ("DELTA", "CHANNEL", "BF")}
     read_args = (*tensors, store.v, *numbers, *strides[:4], strides[5])
     return [
         pulled.call,
         Call(due_kernel, (how.fold_programs,), (plan.due, how.fold_programs, *args), folding,
-             how.fold_warps),
+             how.fold_warps, how.fold_registers, early),
         Call(read_kernel, grid, read_args, reading, how.warps),
     ]  # fmt: skip
 
@@ -172,7 +202,7 @@ def fold_(store: LayerStore, plan: DevicePlan, launch: Launch | None = None) -> 
 def fold_call(store: LayerStore, plan: DevicePlan, launch: Launch | None = None) -> Call:
     """Return the launch of :func:`fold_`."""
     spec = store.spec
-    how = launch or default_launch(spec, plan.rows)
+    how = launch or choose_launch(spec, plan.rows, 1, store.high.device)
     chunks = spec.layer.value_dim // spec.ring.tiles
     grid = (plan.rows * spec.layer.value_heads, spec.ring.tiles * -(-chunks // how.chunk))
     args = (
@@ -237,7 +267,7 @@ def _pull_back(
         heads = at.heads_per_key if is_scalar else 1
         constants["BL"] = power_of_two(heads * tokens)
         kernel, grid = chain_kernel, (rows, at.value_heads // heads)
-    call = Call(kernel, grid, args, constants, how.pull_warps)
+    call = Call(kernel, grid, args, constants, how.pull_warps, how.pull_registers)
     shared = is_parallel(spec)
     return _Pulled(call, coef, block.q if shared else x, strides, scale if shared else None)
 

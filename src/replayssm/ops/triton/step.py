@@ -3,12 +3,12 @@
 A fold wants several times the registers of a read, and rows fold at different times. At small
 batches ``step_kernel`` does both in one launch. At large ones ``read_kernel`` serves the tiles that
 fold nothing in this step, with a program each, beside ``due_kernel``, whose small grid walks the
-list of those that do. Both may start while the pull-back runs: a fold needs nothing of it, and a
-read asks for the state first.
+list of those that do. It may start while the pull-back runs, of which a fold needs nothing.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from replayssm.ops.triton.common import (
     BASE,
@@ -76,7 +76,7 @@ def _read_part(
     plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
     rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
     high_slot, low_slot, scales_slot, columns_slot, v_slot,
-    row, head, part, WHICH: tl.constexpr, WAITS: tl.constexpr,
+    row, head, part, WHICH: tl.constexpr,
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SHARED_X: tl.constexpr,
@@ -122,8 +122,8 @@ def _read_part(
             gate_z + row * z_row + head * V, high, low, scales, columns, ring_v,
             out_token, z_token, x_token, (oldest % R).to(tl.int32), (stands - oldest).to(tl.int32),
             (first + length - oldest).to(tl.int32), length.to(tl.int32), full, row0, row_end,
-            T, K, V, R, NE, TILES, FORMAT, DEPTH, SHARED_X, DIGITS, HAS_Z, ASM, WAITS,
-            CHUNK, BR, BK,
+            T, K, V, R, NE, TILES, FORMAT, DEPTH, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK,
+            BR, BK,
         )  # fmt: skip
     elif slot < 0:
         every = row0 + tl.arange(0, BC)
@@ -159,7 +159,7 @@ def step_kernel(
         plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
         rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
         high_slot, low_slot, scales_slot, columns_slot, v_slot,
-        row, head, part, "all", False,
+        row, head, part, "all",
         T, H, HV, K, V,
         R, NE, WINDOW, KEEP,
         TILES, FORMAT, DEPTH, SHARED_X,
@@ -177,7 +177,7 @@ def read_kernel(
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SHARED_X: tl.constexpr,
     DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, WAITS: tl.constexpr,
+    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Read the chunks that fold nothing in this step; the grid is the step kernel's."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
@@ -186,7 +186,7 @@ def read_kernel(
         plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
         rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
         high_slot, low_slot, scales_slot, columns_slot, v_slot,
-        row, head, part, "rest", WAITS,
+        row, head, part, "rest",
         T, H, HV, K, V,
         R, NE, WINDOW, KEEP,
         TILES, FORMAT, DEPTH, SHARED_X,
@@ -210,7 +210,7 @@ def due_kernel(
 ):  # fmt: skip
     """Fold and read the tiles on the list ``due``: their number, then ``row * TILES + tile``.
 
-    ``WAITS``: the pull-back may still run while the first of them are folded.
+    ``WAITS``: the pull-back may still run while the first tiles are folded.
     """
     chunks: tl.constexpr = (V // TILES + CHUNK - 1) // CHUNK
     items = tl.load(due) * HV * chunks
@@ -240,17 +240,22 @@ def due_kernel(
             DELTA, CHANNEL, ASM,
             CHUNK, BF, BC, BK,
         )  # fmt: skip
+        if WAITS:
+            gdc_wait()
         _read_part(
             plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
             rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
             high_slot, low_slot, scales_slot, columns_slot, v_slot,
-            row, head, part, "all", WAITS,
+            row, head, part, "all",
             T, H, HV, K, V,
             R, NE, WINDOW, KEEP,
             TILES, FORMAT, DEPTH, SHARED_X,
             DIGITS, HAS_Z, ASM, CHUNK,
             BR, BC, BK,
         )  # fmt: skip
+    if WAITS:
+        # whoever waits for this kernel may rely on the pull-back too
+        gdc_wait()
 
 
 @triton.jit
