@@ -1,7 +1,8 @@
-"""The fold of one chunk of value rows: the standard recurrence forwards, in fp32, from raw entries.
+"""The fold of one chunk of value rows, in fp32, from raw entries and both planes.
 
-Value rows never mix, so a chunk is folded in blocks of ``BF`` rows that stay in registers. A scalar
-decay is not multiplied into a block but kept beside it as one number, until it grows small.
+Value rows never mix, so a chunk is folded in blocks of ``BF`` rows that stay in registers. With
+scalar decays a window is one or two matrix products on the tensor cores; entries with a decay per
+channel are folded one at a time. Every decay is the exponential of a sum of its own gates.
 
 Scaled formats need a column scale before a block can be encoded, and no block sees the others: it
 is the bound ``c' = c D + sum_j D_j w_j max|v_j| |k_j|`` on the new state's columns, from the old
@@ -21,8 +22,6 @@ from replayssm.ops.triton.planes import (
 
 # entries whose part of a column bound is made at a time
 GROUP = tl.constexpr(8)
-# a decay kept beside a block is multiplied into it before it leaves the range of its reciprocal
-DECAY_MIN = tl.constexpr(2.0**-60)
 
 
 @triton.jit
@@ -36,8 +35,7 @@ def _as_scale(bound, old):
 @triton.jit
 def _column_bound(
     old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr,
-    BC: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Return the column scale ``[K]`` that a chunk takes after folding ``count`` entries."""
     kk, rows = tl.arange(0, BK), row0 + tl.arange(0, BC)
@@ -54,15 +52,10 @@ def _column_bound(
                          live[:, None] & (rows < row_end)[None, :], 0.0)  # fmt: skip
         largest = tl.max(tl.abs(values.to(tl.float32)), 1)
         largest *= tl.abs(tl.load(ring_w + at, live, 0.0))
-        if CHANNEL:
-            gates = tl.load(ring_g + at[:, None] * K + kk[None, :], k_live, 0.0)
-            later = tl.load(ring_g + following[:, None] * K + kk[None, :],
-                            k_live & more[:, None], 0.0)  # fmt: skip
-            after = tl.exp(tl.cumsum(later, 0, reverse=True))
-        else:
-            gates = tl.load(ring_g + at, live, 0.0)
-            later = tl.load(ring_g + following, more, 0.0)
-            after = tl.exp(tl.cumsum(later, 0, reverse=True))[:, None]
+        gates = tl.load(ring_g + at[:, None] * K + kk[None, :], k_live, 0.0)
+        later = tl.load(ring_g + following[:, None] * K + kk[None, :],
+                        k_live & more[:, None], 0.0)  # fmt: skip
+        after = tl.exp(tl.cumsum(later, 0, reverse=True))
         part = tl.sum(largest[:, None] * after * tl.abs(keys), 0)
         bound = bound * tl.exp(tl.sum(gates, 0)) + part
     return _as_scale(bound, old)
@@ -71,8 +64,7 @@ def _column_bound(
 @triton.jit
 def _fold_rows(
     state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr,
-    BK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, DELTA: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Fold ``count`` entries into a block of value rows ``[BF, K]``, oldest first."""
     kk = tl.arange(0, BK)
@@ -81,11 +73,7 @@ def _fold_rows(
     next_key = tl.load(ring_k + at * K + kk, k_live, 0.0)
     next_value = tl.load(ring_v + at * V + rows, rows_live, 0.0)
     next_w = tl.load(ring_w + at)
-    if CHANNEL:
-        next_g = tl.load(ring_g + at * K + kk, k_live, 0.0)
-    else:
-        next_g = tl.load(ring_g + at)
-    decay = 1.0
+    next_g = tl.load(ring_g + at * K + kk, k_live, 0.0)
     for j in range(count):
         key, value = next_key.to(tl.float32), next_value.to(tl.float32)
         strength, log_decay = next_w, next_g
@@ -95,23 +83,11 @@ def _fold_rows(
         next_key = tl.load(ring_k + at * K + kk, k_live & more, 0.0)
         next_value = tl.load(ring_v + at * V + rows, rows_live & more, 0.0)
         next_w = tl.load(ring_w + at, more, 0.0)
-        if CHANNEL:
-            next_g = tl.load(ring_g + at * K + kk, k_live & more, 0.0)
-            state = state * tl.exp(log_decay)[None, :]
-            if DELTA:
-                value -= tl.sum(state * key[None, :], 1)
-            state += (strength * value)[:, None] * key[None, :]
-        else:
-            next_g = tl.load(ring_g + at, more, 0.0)
-            decay *= tl.exp(log_decay)
-            if decay < DECAY_MIN:
-                state = state * decay
-                decay = 1.0
-            if DELTA:
-                value -= decay * tl.sum(state * key[None, :], 1)
-            state += (strength / decay * value)[:, None] * key[None, :]
-    if not CHANNEL:
-        state = state * decay
+        next_g = tl.load(ring_g + at * K + kk, k_live & more, 0.0)
+        state = state * tl.exp(log_decay)[None, :]
+        if DELTA:
+            value -= tl.sum(state * key[None, :], 1)
+        state += (strength * value)[:, None] * key[None, :]
     return state
 
 
@@ -136,9 +112,9 @@ def _fold_products(
 ):  # fmt: skip
     """Fold ``count <= FE`` entries with scalar decays into a chunk: ``S D + U K``.
 
-    An additive entry's row of U is ``w v`` times the decay behind it. For delta writes it is that of
-    the UT transform, ``(I + A)^-1 R``, with A strictly lower, ``A_st = w_s D_{t+1..s} k_s . k_t``
-    and ``R_s = w_s (v_s - D_{1..s} S k_s)``.
+    An entry's row of U takes the decay behind it. It is ``w v`` of an additive write. For delta
+    writes it is that of the UT transform, ``(I + A)^-1 R``, with A strictly lower, ``A_st = w_s
+    D_{t+1..s} k_s . k_t`` and ``R_s = w_s (v_s - D_{1..s} S k_s)``.
     """
     kk, e = tl.arange(0, BK), tl.arange(0, FE)
     k_live, e_live = kk < K, e < count
@@ -205,17 +181,17 @@ def _fold_products(
 def _fold_entries(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
+    DELTA: tl.constexpr, ASM: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Fold ``count`` entries of any write and decay into a chunk, one at a time."""
+    """Fold ``count`` entries with a decay per channel into a chunk, one at a time."""
     kk = tl.arange(0, BK)
     k_live = kk < K
     SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
     if SCALED:
         old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
         fresh = _column_bound(old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-                              K, V, R, CHANNEL, BC, BK)  # fmt: skip
+                              K, V, R, BC, BK)  # fmt: skip
         inverse = 1.0 / fresh.to(tl.float32)
     for block in range(0, row_end - row0, BF):
         rows = row0 + block + tl.arange(0, BF)
@@ -226,7 +202,7 @@ def _fold_entries(
         if SCALED:
             state *= old[None, :]
         state = _fold_rows(state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
-                           K, V, R, DELTA, CHANNEL, BK)  # fmt: skip
+                           K, V, R, DELTA, BK)  # fmt: skip
         if SCALED:
             state *= inverse[None, :]
         write_tile(state, high, low, scales, at, live, rows, rows_live, FORMAT, ASM)
@@ -249,7 +225,7 @@ def fold_chunk(
     if CHANNEL:
         _fold_entries(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-            K, V, R, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
+            K, V, R, FORMAT, DELTA, ASM, BF, BC, BK,
         )  # fmt: skip
     else:
         # a matrix unit takes 16 entries or more

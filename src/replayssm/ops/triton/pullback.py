@@ -7,8 +7,8 @@ otherwise it is ``x [B, HV, TILES, T, K]``. The skip connection D is a part of t
 token's own entry.
 
 A program carries ``BL`` lines, a value head and a token each, of one row and key head, and appends
-their entries. A token's ancestors in its block are a bit mask, ``ancestors [B, T]`` int64. A pad row
-has no entries and no tokens: every mask is empty.
+their entries. A token's ancestors in its block are a bit mask, ``ancestors [B, T]`` int64. A pad
+row has no entries and no tokens: every mask is empty.
 """
 
 import triton
