@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from replayssm.errors import UnsupportedError
-from replayssm.ops.triton.launch import Launch, default_launch, is_parallel, power_of_two
+from replayssm.ops.triton.call import (
+    PLAIN,
+    Call,
+    Fused,
+    has_asm,
+    power_of_two,
+    present,
+    strides,
+)
+from replayssm.ops.triton.launch import Launch, default_launch, is_parallel
 from replayssm.ops.triton.pullback import chain_kernel, products_kernel
 from replayssm.ops.triton.step import due_kernel, fold_kernel, read_kernel, step_kernel
 from replayssm.types import Decay, Write
@@ -20,63 +29,8 @@ if TYPE_CHECKING:
     from replayssm.types import Block
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """What a family does around the recurrence, done inside the kernels.
-
-    Attributes:
-        gates: ``"none"`` (g and w are given), ``"dt"`` (Mamba-2: g holds dt before bias and
-            softplus, w is not read) or ``"beta"`` (Gated DeltaNet and KDA: g before bias and
-            softplus, w before the sigmoid).
-        rate: ``[HV]`` exp(A_log).
-        bias: ``[HV]`` (``[HV, K]`` for channel decays).
-        skip: ``[HV]`` D, added as D v.
-        z: ``[B, T, HV, V]``: outputs are multiplied by silu(z).
-        norm: Divide q and k by their L2 norm.
-        norm_eps: Added to the sum of squares.
-        q_scale: Multiplies q, after the norm.
-        dt_limit: Bounds of Mamba-2's dt.
-    """
-
-    gates: str = "none"
-    rate: Tensor | None = None
-    bias: Tensor | None = None
-    skip: Tensor | None = None
-    z: Tensor | None = None
-    norm: bool = False
-    norm_eps: float = 1e-6
-    q_scale: float = 1.0
-    dt_limit: tuple[float, float] = (0.0, float("inf"))
-
-
-PLAIN = Fused()
 # value heads and tokens that one program of the pull-back carries: a matrix unit's rows
 LINES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One kernel launch, not made yet: so that it can also be compiled for a device not here.
-
-    Attributes:
-        kernel: The Triton function.
-        grid: Programs.
-        args: Run-time arguments, in order.
-        constants: Compile-time arguments by name.
-        warps: Warps of a program.
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-    warps: int
-
-    def run(self) -> None:
-        """Launch it."""
-        self.kernel[self.grid](
-            *self.args, **self.constants, num_warps=self.warps, num_stages=1
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +87,9 @@ def step_calls(
     none = store.high
     z = fused.z
     args = (
-        plan.counts, out, pulled.x, _or(pulled.scale, none), pulled.coef, _or(z, none),
+        plan.counts, out, pulled.x, present(pulled.scale, none), pulled.coef, present(z, none),
         *_planes(store), store.k, store.v, store.g, store.w,
-        plan.rows, *out.stride()[:2], *((0, 0) if z is None else z.stride()[:2]),
+        plan.rows, *strides(out, present(z, out)),
         *pulled.strides, *_slot_strides(store),
     )  # fmt: skip
     constants = {
@@ -198,16 +152,15 @@ def _pull_back(
     x, scale = none, none
     if is_parallel(spec):
         scale = torch.empty(rows, at.value_heads, tokens, ring.tiles, device=device)
-        strides = (block.q.stride(0), at.key_dim, 0, block.q.stride(1))
+        x_strides = (block.q.stride(0), at.key_dim, 0, block.q.stride(1))
     else:
         x = torch.empty(rows, at.value_heads, ring.tiles, tokens, at.key_dim, device=device)
-        strides = (x.stride(0), x.stride(1), x.stride(2), x.stride(3))
+        x_strides = (x.stride(0), x.stride(1), x.stride(2), x.stride(3))
     args = (
-        plan.counts, _or(plan.ancestors, none), block.q, block.k, block.v, block.g, block.w,
-        _or(fused.rate, none), _or(fused.bias, none), _or(fused.skip, none),
+        plan.counts, plan.ancestors, block.q, block.k, block.v, block.g, block.w,
+        present(fused.rate, none), present(fused.bias, none), present(fused.skip, none),
         store.k, store.v, store.g, store.w, coef, scale, x,
-        rows, *block.q.stride()[:2], *block.k.stride()[:2], *block.v.stride()[:2],
-        *block.g.stride()[:2], *block.w.stride()[:2],
+        rows, *strides(block.q, block.k, block.v, block.g, block.w),
         store.k.stride(0), store.v.stride(0), store.g.stride(0), store.w.stride(0),
         fused.q_scale, *fused.dt_limit, fused.norm_eps,
     )  # fmt: skip
@@ -216,7 +169,7 @@ def _pull_back(
         "R": ring.ring_len, "NE": entries, "WINDOW": ring.window, "KEEP": ring.keep,
         "TILES": ring.tiles, "GATES": fused.gates, "SKIP": fused.skip is not None,
         "NORM": fused.norm, "DELTA": at.write is Write.DELTA, "CHANNEL": not is_scalar,
-        "ASM": _has_asm(device),
+        "ASM": has_asm(device),
         "BK": power_of_two(at.key_dim), "BV": power_of_two(at.value_dim),
     }  # fmt: skip
     # one query of a delta layer is carried back faster than its products of keys are made
@@ -229,12 +182,12 @@ def _pull_back(
         kernel, grid = chain_kernel, (rows, at.value_heads // heads)
     call = Call(kernel, grid, args, constants, how.pull_warps)
     shared = is_parallel(spec)
-    return _Pulled(call, coef, block.q if shared else x, strides, scale if shared else None)
+    return _Pulled(call, coef, block.q if shared else x, x_strides, scale if shared else None)
 
 
 def _planes(store: LayerStore) -> tuple[Tensor, ...]:
     none = store.high
-    return (none, _or(store.low, none), _or(store.row_scale, none), _or(store.columns, none))
+    return (none, present(store.low, none), present(store.row_scale, none), present(store.columns, none))
 
 
 def _slot_strides(store: LayerStore) -> tuple[int, ...]:
@@ -248,7 +201,7 @@ def _geometry(store: LayerStore) -> dict[str, Any]:
         "H": at.key_heads, "HV": at.value_heads, "K": at.key_dim, "V": at.value_dim,
         "R": ring.ring_len, "WINDOW": ring.window, "KEEP": ring.keep, "TILES": ring.tiles,
         "FORMAT": store.spec.format.value, "DELTA": at.write is Write.DELTA,
-        "CHANNEL": at.decay is Decay.CHANNEL, "ASM": _has_asm(store.high.device),
+        "CHANNEL": at.decay is Decay.CHANNEL, "ASM": has_asm(store.high.device),
     }  # fmt: skip
 
 
@@ -263,11 +216,3 @@ def _takes_digits(store: LayerStore, out: Tensor) -> bool:
     # 15 bits of x are far under the rounding of a 16-bit output, and too few for fp32 ones
     words = store.spec.layer.key_dim % 4 == 0
     return store.columns is not None and out.dtype.itemsize == 2 and words
-
-
-def _has_asm(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.cuda is not None
-
-
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    return other if x is None else x

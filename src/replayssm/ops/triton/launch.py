@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replayssm.formats import FORMATS
+from replayssm.ops.triton.call import power_of_two
 from replayssm.storage import StorageSpec
 from replayssm.types import Decay, Write
 
@@ -29,11 +30,6 @@ class Launch:
     fold_programs: int = 0
     fold_warps: int = 1
     fold_chunk: int = 64
-
-
-def power_of_two(n: int) -> int:
-    """Return the smallest power of two >= n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def is_parallel(spec: StorageSpec) -> bool:
