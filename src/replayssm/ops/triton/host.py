@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,9 +65,30 @@ def step_(
         fused: Gates, norms, skip and output gate to do inside the kernels.
         launch: Block sizes; the device's table decides when None.
     """
-    if plan.rows:
-        for call in step_calls(store, plan, block, out, fused, launch):
+    if not plan.rows:
+        return
+    first, *rest = step_calls(store, plan, block, out, fused, launch)
+    first.run()
+    if len(rest) == 1 or out.device.type != "cuda":
+        for call in rest:
             call.run()
+    else:
+        _run_beside(*rest, out.device)
+
+
+def _run_beside(aside: Call, call: Call, device: torch.device) -> None:
+    """Run two launches that need nothing of each other at the same time; a graph captures both."""
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        aside.run()
+    call.run()
+    main.wait_stream(side)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def step_calls(
