@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from replayssm.evaluate import bottleneck, compatibility
+from replayssm.evaluate.plan import Plan
+from replayssm.evaluate.session import one_thread
+from replayssm.evaluate.workload import make_blocks
+from replayssm.ops import standard_
+from replayssm.ring import BlockPlan
+from replayssm.state import StatePool
+from replayssm.types import Decay, LayerSpec, Write
+
+
+def test_one_thread_outlasts_a_kernel_that_could_use_more():
+    pytest.importorskip("numba")
+    spec = LayerSpec(Write.DELTA, Decay.SCALAR, 2, 4, 64, 64)
+    state, zeros = torch.zeros(8, 4, 64, 64), np.zeros(8, np.int64)
+    plan = BlockPlan(np.arange(8), zeros, zeros, zeros, zeros + 1)
+    before = torch.get_num_threads()
+    with one_thread():
+        standard_(state, spec, plan, make_blocks(spec, 8, 0, 1)[0])
+        assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == before
+
+
+@pytest.fixture
+def rebuilt(monkeypatch):
+    """Count the states that are rebuilt from checkpoint and ring."""
+    calls, materialise = [], StatePool.materialise
+
+    def counted(pool, *args):
+        calls.append(args)
+        return materialise(pool, *args)
+
+    monkeypatch.setattr(StatePool, "materialise", counted)
+    return calls
+
+
+def test_the_end_of_the_bottleneck_section_rebuilds_no_state(subject, small_scope, rebuilt):
+    plan = Plan("random-gdn", scope=replace(small_scope, decode_batches=(1,), budget_bytes=1))
+    assert bottleneck.run(subject, plan, str).profiles
+    assert not rebuilt
+
+
+def test_agreement_rebuilds_every_final_state_once(subject, small_scope, rebuilt):
+    plan = Plan("random-gdn", scope=replace(small_scope, prefills=(4,)))
+    found = compatibility.run(subject, plan, str).agreements
+    assert len(rebuilt) == sum(f.arm != plan.arms[0].name for f in found)
