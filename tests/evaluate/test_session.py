@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from replayssm.errors import UnsupportedError
 from replayssm.evaluate import bottleneck, compatibility
 from replayssm.evaluate.plan import Plan
-from replayssm.evaluate.session import one_thread
+from replayssm.evaluate.session import Session, one_thread
+from replayssm.evaluate.subject import load
 from replayssm.evaluate.workload import make_blocks
+from replayssm.models.tiny import WINDOW
 from replayssm.ops import standard_
 from replayssm.ring import BlockPlan
 from replayssm.state import StatePool
@@ -51,3 +54,19 @@ def test_agreement_rebuilds_every_final_state_once(subject, small_scope, rebuilt
     plan = Plan("random-gdn", scope=replace(small_scope, prefills=(4,)))
     found = compatibility.run(subject, plan, str).agreements
     assert len(rebuilt) == sum(f.arm != plan.arms[0].name for f in found)
+
+
+@pytest.mark.parametrize("name", ["mamba2-tiny", "gdn-tiny", "kda-tiny"])
+def test_what_windowed_attention_no_longer_sees_can_be_forgotten(name):
+    try:
+        model = load(name).model
+    except UnsupportedError as error:
+        pytest.skip(str(error))
+    ids = torch.randint(256, (2, 7 * 16), generator=torch.Generator().manual_seed(0))
+    whole, short = Session(model), Session(model)
+    for at in range(0, ids.shape[1], 16):
+        expected, found = (s.feed(ids[:, at : at + 16]) for s in (whole, short))
+        assert torch.equal(found, expected)
+        short.forget()
+    kept = {layer.keys.shape[2] for layer in short.cache.layers if hasattr(layer, "keys")}
+    assert kept == {WINDOW - 1}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from replayssm.models.registry import find_mixers
+from replayssm.models.tiny import attention_window
 from replayssm.ops.dispatch import choose
 from replayssm.types import Impl
 
@@ -104,6 +105,20 @@ class Session:
         self.position += tokens
         logits: Tensor = out.logits
         return logits.float()
+
+    def forget(self) -> None:
+        """Drop the keys and values that windowed attention no longer sees.
+
+        Mutates the cache; no later logit changes, and a step no longer copies the whole context.
+        Models with other attention keep everything.
+        """
+        width = attention_window(self.model.config._attn_implementation or "")
+        if width is None:
+            return
+        for layer in self.cache.layers:
+            if getattr(layer, "keys", None) is not None:
+                first = max(0, layer.keys.shape[2] - width + 1)
+                layer.keys, layer.values = (x[:, :, first:] for x in (layer.keys, layer.values))
 
     def close(self) -> None:
         """Drop the cache; disabling an arm would rebuild every state of a live one."""
