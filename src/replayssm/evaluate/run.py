@@ -145,7 +145,7 @@ def _warnings(subject: Subject, plan: Plan, third: window.WindowResult) -> tuple
         found.append(
             f"The recurrent layers have {len(specs)} geometries; section 3 times the commonest."
         )
-    if subject.parameters < 100e6:
+    if subject.is_small:
         found.append(
             f"The model has {subject.parameters / 1e6:.1f} M parameters: in its whole decode step "
             "the interpreter's own time dominates, so the shares of section 2 do not transfer to "
