@@ -61,9 +61,11 @@ def evaluate(
     plans = [_plan(name, full, margins, seed) for name in chosen]
     _make_folder(out)
     results = {}
-    for name, plan in zip(chosen, plans, strict=True):
-        folder = out / plan.model if len(chosen) > 1 else out
-        results[plan.model] = _run(name, plan, folder, quiet=quiet)
+    for i, (name, plan) in enumerate(zip(chosen, plans, strict=True), start=1):
+        folder, label = out, ""
+        if len(chosen) > 1:
+            folder, label = out / plan.model, f"{plan.model} ({i} of {len(chosen)}), "
+        results[plan.model] = _run(name, plan, folder, label, quiet=quiet)
         if not as_json:
             _print(results[plan.model], folder)
     if len(results) > 1:
@@ -106,16 +108,18 @@ def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:
     )
 
 
-def _run(name: str, plan: Plan, folder: Path, *, quiet: bool) -> Result:
+def _run(name: str, plan: Plan, folder: Path, label: str, *, quiet: bool) -> Result:
     from replayssm.cli import progress
     from replayssm.evaluate import result as results
+    from replayssm.evaluate.ahead import compiled_ahead
     from replayssm.evaluate.report import write
     from replayssm.evaluate.run import evaluate as run
     from replayssm.evaluate.subject import load
 
     quiet_transformers()
-    with progress.choose(quiet) as show:
-        found = run(load(name), plan, show)
+    subject = load(name)
+    with progress.choose(quiet, label) as show, compiled_ahead(subject, plan) as ready:
+        found = run(subject, plan, show, ready)
     folder.mkdir(parents=True, exist_ok=True)
     results.write(found, folder)
     write(found, folder)

@@ -18,9 +18,14 @@ LINE_EVERY_S = 10.0
 
 
 class Bar:
-    """One rich bar over all sections, weighted by the time they usually take."""
+    """One rich bar over all sections, weighted by the time they usually take.
 
-    def __init__(self) -> None:
+    Args:
+        label: Put before every section's name.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=32),
@@ -30,7 +35,7 @@ class Bar:
             console=Console(file=sys.stderr),
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=1.0, what="")
+        self._task = self._bar.add_task(f"{label}starting", total=1.0, what="")
         self._done = self._weight = self._step = 0.0
 
     def __enter__(self) -> Bar:
@@ -49,7 +54,8 @@ class Bar:
         """A section begins."""
         self._weight = SECTIONS[section]
         self._step = self._weight / max(1, steps)
-        self._bar.update(self._task, description=section, completed=self._done, what="")
+        name = f"{self._label}{section}"
+        self._bar.update(self._task, description=name, completed=self._done, what="")
 
     def tick(self, what: str) -> None:
         """One step is done."""
@@ -59,13 +65,19 @@ class Bar:
         """The section is done."""
         self._done += self._weight
         self._bar.update(self._task, completed=self._done)
-        self._bar.console.print(f"{section}: {seconds:.0f} s", style="dim", highlight=False)
+        line = f"{self._label}{section}: {seconds:.0f} s"
+        self._bar.console.print(line, style="dim", highlight=False)
 
 
 class Lines:
-    """A line per section, and one every ten seconds in between."""
+    """A line per section, and one every ten seconds in between.
 
-    def __init__(self) -> None:
+    Args:
+        label: Put before every line.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._last = 0.0
         self._section = ""
         self._steps = self._ticks = 0
@@ -98,7 +110,7 @@ class Lines:
 
     def _say(self, line: str) -> None:
         self._last = time.monotonic()
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(f"{self._label}{line}\n")
         sys.stderr.flush()
 
 
@@ -109,8 +121,8 @@ class Nothing(Lines):
         pass
 
 
-def choose(quiet: bool) -> Bar | Lines:
-    """Return the progress that suits the terminal."""
+def choose(quiet: bool, label: str = "") -> Bar | Lines:
+    """Return the progress that suits the terminal; ``label`` is put before what it says."""
     if quiet:
-        return Nothing()
-    return Bar() if sys.stderr.isatty() else Lines()
+        return Nothing(label)
+    return Bar(label) if sys.stderr.isatty() else Lines(label)
