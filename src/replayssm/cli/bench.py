@@ -50,6 +50,9 @@ Vocabulary = Annotated[int, typer.Option(help="Prompt ids are drawn below this."
 FirstId = Annotated[int, typer.Option(help="Smallest prompt id.")]
 AsText = Annotated[bool, typer.Option("--text", help="Prompts as text; chat always has them so.")]
 IgnoreEos = Annotated[bool, typer.Option(help="Ask for exactly the lengths of the trace.")]
+SendCohort = Annotated[
+    bool, typer.Option("--send-cohort", help="Tell the server the cohort of each request.")
+]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TimeoutS = Annotated[
     float | None, typer.Option(help="Seconds until a request fails.", show_default="waits")
@@ -91,6 +94,7 @@ def serve(
     first_id: FirstId = 0,
     as_text: AsText = False,
     ignore_eos: IgnoreEos = True,
+    send_cohort: SendCohort = False,
     temperature: Temperature = 0.0,
     timeout_s: TimeoutS = None,
     header: Header = None,
@@ -114,7 +118,7 @@ def serve(
     limits, way = slo.parse(goodput or []), _endpoint(endpoint)
     options = HttpOptions(
         base_url, model, way, _pairs("--header", header), _object(extra_body), temperature,
-        ignore_eos, timeout_s,
+        ignore_eos, timeout_s, send_cohort,
     )  # fmt: skip
     load, _ = trace.read(path, skip_bad=skip_bad, seed=seed)
     use_text = as_text or way == "chat"
