@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from replayssm.traffic.energy import Energy
     from replayssm.traffic.http import Endpoint, HttpOptions
     from replayssm.traffic.prompts import Prompts
-    from replayssm.traffic.result import About
     from replayssm.traffic.run import Run, Settings, Watch
-    from replayssm.traffic.slo import Slo
     from replayssm.traffic.trace import Trace
 
 app = typer.Typer(name="bench", help="Load: serve, client, null-server.", no_args_is_help=True)
@@ -131,7 +129,7 @@ def serve(
     make_folder("--result-dir", result_dir)
     with load_progress.choose(quiet, len(load.requests)) as watch:
         ran, used = asyncio.run(_drive(load, options, prompts, settings, ready_timeout_s, watch))
-    _finish(ran, load, limits, used, about, result_dir, as_json=as_json)
+    load_output.finish(ran, load, limits, used, about, result_dir, as_json=as_json)
 
 
 @app.command("client")
@@ -191,35 +189,6 @@ async def _drive(
         return run, meter.stop()
     finally:
         await target.close()
-
-
-def _finish(
-    run: Run,
-    load: Trace,
-    limits: tuple[Slo, ...],
-    energy: Energy,
-    about: About,
-    folder: Path,
-    *,
-    as_json: bool,
-) -> None:
-    from replayssm.traffic import result
-    from replayssm.traffic.summary import summarise
-
-    summary = summarise(run.records, limits)
-    document = result.document(run, summary, load, energy, about)
-    result.write(folder, run, document)
-    code = ExitCode.OK
-    if not summary.total.requests["ok"]:
-        code = ExitCode.FAILURE
-    elif summary.schedule.degraded:
-        code = ExitCode.INCONCLUSIVE
-    if as_json:
-        flat = {k: v for k, v in document.items() if not isinstance(v, dict)}
-        print_json({"exit_code": int(code), **flat, "result": str(folder / result.RESULT)})
-    else:
-        load_output.show(summary, energy, folder)
-    raise typer.Exit(int(code))
 
 
 def _endpoint(name: str) -> Endpoint:
