@@ -151,6 +151,8 @@ def client(
     with load_progress.choose(quiet, round(request_rate * duration)) as watch:
         found = check(load, watch)
     code = ExitCode.OK if found.passes(request_rate, limit_ms) else ExitCode.GATE_FAILED
+    if found.lag_p99_ms is None:
+        code = ExitCode.INCONCLUSIVE
     if as_json:
         print_json({"exit_code": int(code), **asdict(found)})
     else:
