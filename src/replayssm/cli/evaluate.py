@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,12 +12,12 @@ from replayssm.cli.output import (
     MODEL_HELP,
     ExitCode,
     console,
+    make_folder,
     print_json,
     print_table,
     quiet_transformers,
     use_threads,
 )
-from replayssm.errors import ContractError
 
 if TYPE_CHECKING:
     from replayssm.evaluate.plan import Plan
@@ -59,7 +58,7 @@ def evaluate(
     use_threads(threads)
     chosen = ALL_MODELS if full and model is None else (model or DEFAULT_MODEL,)
     plans = [_plan(name, full, margins, seed) for name in chosen]
-    _make_folder(out)
+    make_folder("--out", out)
     results = {}
     for i, (name, plan) in enumerate(zip(chosen, plans, strict=True), start=1):
         folder, label = out, ""
@@ -81,17 +80,6 @@ def evaluate(
             told += " Speculation is judged apart and may still pay."
         console().print(told, style="dim")
     raise typer.Exit(int(code))
-
-
-def _make_folder(out: Path) -> None:
-    # before the run: minutes of measurements are not to be lost for want of a place
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        expected = "a folder to write into"
-        raise ContractError("--out", expected, f"{out.name} ({error.strerror})") from error
 
 
 def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import replayssm
-from replayssm.cli import env, evaluate, generate, plan_memory
+from replayssm.cli import bench, env, evaluate, generate, plan_memory, trace
 from replayssm.cli.output import ExitCode, code_of, report_error
 from replayssm.errors import ReplayError
 
@@ -29,6 +29,8 @@ app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("plan-memory")(plan_memory.plan_memory)
 app.command("env")(env.env)
+app.add_typer(trace.app, name="trace")
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:
