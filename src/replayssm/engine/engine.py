@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from replayssm.engine.image import RequestImage
     from replayssm.engine.speculative import Draft, Drafter
+    from replayssm.integrations.batch import Seat
 
 T = TypeVar("T")
 LOG = logging.getLogger("replayssm.engine")
@@ -128,11 +129,20 @@ class Engine:
         """Return the ids of all live requests."""
         return tuple(sequence.id for sequence in self._roster.live())
 
+    def seat(self, request_id: str) -> Seat | None:
+        """Return what a live request holds in memory, None while it waits.
+
+        Raises:
+            ContractError: It is not live.
+        """
+        return self._roster.find(request_id).seat
+
     def stats(self) -> EngineStats:
         """Return a copy of the counts, and where the engine stands."""
         found = copy.deepcopy(self._stats)
         found.running = len(self._roster.running)
         found.waiting = len(self._roster.waiting)
+        found.live_shadows = self.pools.taken - found.running
         found.used = self.pools.used / self.pools.capacity
         found.used_bytes, found.allocated_bytes = self.pools.used_nbytes(), self.pools.nbytes()
         return found

@@ -37,6 +37,7 @@ class EngineStats:
         acceptance: Acceptance by cohort.
         running: Requests that hold a seat.
         waiting: Requests that hold none.
+        live_shadows: Shadows that hold a seat.
         used: Share of the budget that is taken, 0 to 1.
         used_bytes: Bytes of the seats that are taken.
         allocated_bytes: Bytes allocated for seats.
@@ -67,6 +68,7 @@ class EngineStats:
     acceptance: dict[str, AcceptanceStats] = field(default_factory=dict)
     running: int = 0
     waiting: int = 0
+    live_shadows: int = 0
     used: float = 0.0
     used_bytes: int = 0
     allocated_bytes: int = 0
