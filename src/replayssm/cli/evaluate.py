@@ -18,6 +18,7 @@ from replayssm.cli.output import (
     quiet_transformers,
     use_threads,
 )
+from replayssm.cli.rollout import evaluate_plan
 from replayssm.errors import ContractError
 
 if TYPE_CHECKING:
@@ -50,12 +51,23 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="TOML file with cohorts, variants, SLOs, prices and margins."),
+    ] = None,
 ) -> None:
     """Evaluate state replay on a model and this machine, and write a report.
 
     Compares standard and replay arms in five sections: compatibility, bottleneck, window and batch,
     precision, speculation. Margins are fixed and hashed before the run.
+
+    With --plan: six decisions for each cohort of a service's traffic, and a routing.json that the
+    engine loads.
     """
+    if plan is not None:
+        _only_plan(model=model, full=full or None, margins=margins, seed=seed or None, threads=threads)
+        _make_folder(out)
+        raise typer.Exit(int(evaluate_plan(plan, out, as_json=as_json, quiet=quiet)))
     use_threads(threads)
     chosen = ALL_MODELS if full and model is None else (model or DEFAULT_MODEL,)
     plans = [_plan(name, full, margins, seed) for name in chosen]
@@ -79,6 +91,14 @@ def evaluate(
             told += " Speculation is judged apart and may still pay."
         console().print(told, style="dim")
     raise typer.Exit(int(code))
+
+
+def _only_plan(**others: object) -> None:
+    given = [f"--{name}" for name, value in others.items() if value is not None]
+    if given:
+        raise ContractError(
+            given[0], "not to be given with --plan, which says it", "both", "change the plan"
+        )
 
 
 def _make_folder(out: Path) -> None:

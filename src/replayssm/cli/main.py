@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import replayssm
-from replayssm.cli import env, evaluate, generate, plan_memory
+from replayssm.cli import compare, env, evaluate, generate, plan_memory, report
 from replayssm.cli.output import ExitCode, code_of, report_error
 from replayssm.errors import ReplayError
 
@@ -26,6 +26,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("evaluate")(evaluate.evaluate)
+app.command("compare")(compare.compare)
+app.command("report")(report.report)
 app.command("generate")(generate.generate)
 app.command("plan-memory")(plan_memory.plan_memory)
 app.command("env")(env.env)

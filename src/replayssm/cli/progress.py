@@ -12,15 +12,21 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from replayssm.evaluate.run import SECTIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
 LINE_EVERY_S = 10.0
 
 
 class Bar:
-    """One rich bar over all sections, weighted by the time they usually take."""
+    """One rich bar over all sections, weighted by the time they usually take.
 
-    def __init__(self) -> None:
+    Args:
+        weights: Share of the time that each section usually takes.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=32),
@@ -47,7 +53,7 @@ class Bar:
 
     def start(self, section: str, steps: int) -> None:
         """A section begins."""
-        self._weight = SECTIONS[section]
+        self._weight = self._weights[section]
         self._step = self._weight / max(1, steps)
         self._bar.update(self._task, description=section, completed=self._done, what="")
 
@@ -109,8 +115,13 @@ class Nothing(Lines):
         pass
 
 
-def choose(quiet: bool) -> Bar | Lines:
-    """Return the progress that suits the terminal."""
+def choose(quiet: bool, weights: Mapping[str, float] = SECTIONS) -> Bar | Lines:
+    """Return the progress that suits the terminal.
+
+    Args:
+        quiet: No progress.
+        weights: Names of the sections and the share of the time that each usually takes.
+    """
     if quiet:
         return Nothing()
-    return Bar() if sys.stderr.isatty() else Lines()
+    return Bar(weights) if sys.stderr.isatty() else Lines()
