@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +12,7 @@ from replayssm.cli.output import (
     MODEL_HELP,
     ExitCode,
     console,
+    make_folder,
     print_json,
     print_table,
     quiet_transformers,
@@ -66,12 +66,12 @@ def evaluate(
     """
     if plan is not None:
         _only_plan(model=model, full=full or None, margins=margins, seed=seed or None, threads=threads)
-        _make_folder(out)
+        make_folder("--out", out)
         raise typer.Exit(int(evaluate_plan(plan, out, as_json=as_json, quiet=quiet)))
     use_threads(threads)
     chosen = ALL_MODELS if full and model is None else (model or DEFAULT_MODEL,)
     plans = [_plan(name, full, margins, seed) for name in chosen]
-    _make_folder(out)
+    make_folder("--out", out)
     results = {}
     for name, plan in zip(chosen, plans, strict=True):
         folder = out / plan.model if len(chosen) > 1 else out
@@ -99,17 +99,6 @@ def _only_plan(**others: object) -> None:
         raise ContractError(
             given[0], "not to be given with --plan, which says it", "both", "change the plan"
         )
-
-
-def _make_folder(out: Path) -> None:
-    # before the run: minutes of measurements are not to be lost for want of a place
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        expected = "a folder to write into"
-        raise ContractError("--out", expected, f"{out.name} ({error.strerror})") from error
 
 
 def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:

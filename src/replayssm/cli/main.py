@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import replayssm
-from replayssm.cli import compare, env, evaluate, generate, plan_memory, report
+from replayssm.cli import bench, compare, env, evaluate, generate, plan_memory, report, trace
 from replayssm.cli.output import ExitCode, code_of, report_error
 from replayssm.errors import ReplayError
 
@@ -31,6 +31,8 @@ app.command("report")(report.report)
 app.command("generate")(generate.generate)
 app.command("plan-memory")(plan_memory.plan_memory)
 app.command("env")(env.env)
+app.add_typer(trace.app, name="trace")
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

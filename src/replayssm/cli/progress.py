@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from replayssm.cli.output import LINE_EVERY_S
 from replayssm.evaluate.run import SECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import TracebackType
-
-LINE_EVERY_S = 10.0
 
 
 class Bar:
