@@ -51,9 +51,9 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
-    plan: Annotated[
+    plan_file: Annotated[
         Path | None,
-        typer.Option(help="TOML file with cohorts, variants, SLOs, prices and margins."),
+        typer.Option("--plan", help="TOML file with cohorts, variants, SLOs, prices and margins."),
     ] = None,
 ) -> None:
     """Evaluate state replay on a model and this machine, and write a report.
@@ -64,10 +64,12 @@ def evaluate(
     With --plan: six decisions for each cohort of a service's traffic, and a routing.json that the
     engine loads.
     """
-    if plan is not None:
-        _only_plan(model=model, full=full or None, margins=margins, seed=seed or None, threads=threads)
+    if plan_file is not None:
+        _only_plan(
+            model=model, full=full or None, margins=margins, seed=seed or None, threads=threads
+        )
         make_folder("--out", out)
-        raise typer.Exit(int(evaluate_plan(plan, out, as_json=as_json, quiet=quiet)))
+        raise typer.Exit(int(evaluate_plan(plan_file, out, as_json=as_json, quiet=quiet)))
     use_threads(threads)
     chosen = ALL_MODELS if full and model is None else (model or DEFAULT_MODEL,)
     plans = [_plan(name, full, margins, seed) for name in chosen]

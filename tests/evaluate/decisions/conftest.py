@@ -68,8 +68,8 @@ class FakeEngine:
                 self._acceptance.drafted += drafts
                 self._acceptance.accepted += take - 1
                 self._acceptance.accepted_at[: take - 1] += 1
-            for token in row.words[row.done : row.done + take]:
-                events.append(self._event(row, "token", token))
+            words = row.words[row.done : row.done + take]
+            events += [self._event(row, "token", word) for word in words]
             self._flushes += (row.done + take) // self.window - row.done // self.window
             row.done += take
             if row.done == row.r.output_tokens:
@@ -122,7 +122,9 @@ class FakeBackend:
         return self._server(lambda job: routes.get(job.cohort, standard))
 
     def operations(self, server, canary, *, drill):
-        return Operations(True if drill else None, ("non-finite output: tripped",), 64, 64 - self.leak, True)
+        return Operations(
+            True if drill else None, ("non-finite output: tripped",), 64, 64 - self.leak, True
+        )
 
 
 TABLE = {

@@ -109,9 +109,7 @@ class Embedded:
 
 def to_engine(row: RouteRow) -> Route:
     """Return the engine's route for a row of ``routing.json``."""
-    return Route(
-        path=row.path, depth=row.depth, draft_tokens=row.draft_tokens, drafter=row.drafter
-    )
+    return Route(path=row.path, depth=row.depth, draft_tokens=row.draft_tokens, drafter=row.drafter)
 
 
 def _request(job: Job) -> Request:

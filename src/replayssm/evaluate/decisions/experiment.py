@@ -130,7 +130,9 @@ def conduct(
         if number == design.pairs:
             wanted = max(rounds_wanted(names, s, metric, design) for s in samples.values())
     return tuple(
-        Experiment(c.name, names[0], tuple(samples[c.name]), design.pairs, wanted, design.confidence)
+        Experiment(
+            c.name, names[0], tuple(samples[c.name]), design.pairs, wanted, design.confidence
+        )
         for c in cohorts
     )
 
@@ -168,6 +170,4 @@ def rounds_wanted(
         )
         spreads.append(careful_spread(log_ratios(theirs, mine, better=BETTER[metric])))
     widest = max(spreads, default=0.0)
-    return pairs_for_effect(
-        widest, design.effect, confidence=design.confidence, power=design.power
-    )
+    return pairs_for_effect(widest, design.effect, confidence=design.confidence, power=design.power)

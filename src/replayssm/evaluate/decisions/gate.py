@@ -113,7 +113,9 @@ def _judge(
     serving = routed if status is Status.PASS and routed.is_replay else plan.baseline
     if status is Status.PASS and not routed.is_replay:
         status = Status.FAIL
-        reason = f"{considered.name} passed, but the pool that serves the other cohorts best differs"
+        reason = (
+            f"{considered.name} passed, but the pool that serves the other cohorts best differs"
+        )
     else:
         reason = _reason(status, considered, [f for f in findings.values() if f is not None])
     undecided = [f.more for f in findings.values() if f is not None and f.status is Status.OPEN]
@@ -176,9 +178,7 @@ def routing(
         rows.append(
             CohortRoute(
                 cohort=cohort.name,
-                match=Match(
-                    prompt_tokens=cohort.prompt_tokens, output_tokens=cohort.output_tokens
-                ),
+                match=Match(prompt_tokens=cohort.prompt_tokens, output_tokens=cohort.output_tokens),
                 route=route,
                 guard=Guard(tolerance=tolerance) if variant.is_replay else None,
                 fallback=fallbacks(route),

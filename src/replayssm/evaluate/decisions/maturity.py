@@ -160,7 +160,8 @@ def mode(
     mine = [
         a.logit_error
         for a in agreements
-        if a.arm in {v.name for v in plan.candidates if (v.pool, v.read) == (variant.pool, variant.read)}
+        if a.arm
+        in {v.name for v in plan.candidates if (v.pool, v.read) == (variant.pool, variant.read)}
     ]
     return Mode(
         engine=f"{plan.engine} {replayssm.__version__}",
@@ -254,8 +255,7 @@ def _is_tie(
     at = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b)
     rows = [(job.prompt, list(expected[: at + 1]))]
     reference, found = (
-        quality.drift(subject.model, rows, v, None)[0][0][-1]
-        for v in (_standard(variant), variant)
+        quality.drift(subject.model, rows, v, None)[0][0][-1] for v in (_standard(variant), variant)
     )
     budget = margin * float(reference.std())
     best = np.sort(reference)[-2:]

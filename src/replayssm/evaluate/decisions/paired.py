@@ -56,7 +56,9 @@ class Comparison:
         return self.ratio.low > 1 or self.ratio.high < 1
 
 
-def log_ratios(baseline: Sequence[float], candidate: Sequence[float], *, better: str) -> list[float]:
+def log_ratios(
+    baseline: Sequence[float], candidate: Sequence[float], *, better: str
+) -> list[float]:
     """Return the logarithms of candidate over baseline, above 0 where the candidate is better.
 
     Args:

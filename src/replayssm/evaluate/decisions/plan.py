@@ -505,5 +505,7 @@ def _explain(error: ValidationError) -> ContractError:
     got = "nothing" if first["type"] == "missing" else repr(given)
     if isinstance(given, dict) and first["type"] != "extra_forbidden":
         got = "nothing" if first["type"] == "missing" else "a table"
-    more = f"{others} more keys are wrong" if others > 1 else "1 more key is wrong" if others else ""
+    more = (
+        f"{others} more keys are wrong" if others > 1 else "1 more key is wrong" if others else ""
+    )
     return ContractError(key or "plan", expected, got[:120], more)

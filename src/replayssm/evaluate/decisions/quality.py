@@ -203,7 +203,9 @@ def tail(moved: Sequence[Drift], confidence: float, seed: int) -> Estimate | Non
     rng = np.random.default_rng(seed)
     values = [d.delta for d in moved]
     draws = [
-        np.quantile(np.concatenate([values[i] for i in rng.integers(len(values), size=len(values))]), 0.99)
+        np.quantile(
+            np.concatenate([values[i] for i in rng.integers(len(values), size=len(values))]), 0.99
+        )
         for _ in range(DRAWS // 4)
     ]
     low, high = _ends(np.array(draws), confidence)

@@ -166,9 +166,7 @@ class Rollouts:
         )
         return found
 
-    def _mode(
-        self, variant: Variant, agreements: Sequence[Agreement]
-    ) -> maturity.Mode:
+    def _mode(self, variant: Variant, agreements: Sequence[Agreement]) -> maturity.Mode:
         plan, tokens = self._plan, maturity.Tally()
         for cohort in plan.cohorts:
             served = self._tokens[cohort.name]
@@ -299,16 +297,16 @@ class Rollouts:
         found = []
         if self._stamp.attempt > 1:
             found.append(
-                f"This plan has been run {self._stamp.attempt} times in this folder. Among many runs "
-                "some pass by chance; the first one counts most."
+                f"This plan has been run {self._stamp.attempt} times in this folder. Among many "
+                "runs some pass by chance; the first one counts most."
             )
-        for experiment in experiments:
-            if experiment.wanted > experiment.rounds:
-                found.append(
-                    f"Cohort {experiment.cohort}: the pilot's spread asks for {experiment.wanted} "
-                    f"pairs to see {self._plan.design.effect:.0%}; {experiment.rounds} were run "
-                    "(design.max_pairs). Effects of that size may go unseen."
-                )
+        found += [
+            f"Cohort {e.cohort}: the pilot's spread asks for {e.wanted} pairs to see "
+            f"{self._plan.design.effect:.0%}; {e.rounds} were run (design.max_pairs). Effects of "
+            "that size may go unseen."
+            for e in experiments
+            if e.wanted > e.rounds
+        ]
         if self._workload.outside:
             found.append(
                 f"{self._workload.outside} requests of the trace belong to no cohort; they were "

@@ -237,7 +237,9 @@ class Driver:
         while waiting or running:
             now = engine.clock.now() - zero
             room = len(waiting) if in_flight is None else in_flight - len(running)
-            while waiting and room > 0 and (in_flight is not None or waiting[0].at <= now + INSTANT):
+            while (
+                waiting and room > 0 and (in_flight is not None or waiting[0].at <= now + INSTANT)
+            ):
                 job = waiting.popleft()
                 running[job.id] = _Open(job, job.at if in_flight is None else freed)
                 engine.submit(self._request(job))
@@ -300,8 +302,10 @@ def _kept(before: StatsLike, after: StatsLike) -> tuple[int, ...]:
         then = before.acceptance.get(cohort)
         verifies += now.verifies - (0 if then is None else then.verifies)
         # accepted_at[i]: verifies that kept the pending token and at least i + 1 drafts
-        reached = now.accepted_at - (0 if then is None else then.accepted_at) + np.pad(
-            reached, (0, len(now.accepted_at) - len(reached))
+        reached = (
+            now.accepted_at
+            - (0 if then is None else then.accepted_at)
+            + np.pad(reached, (0, len(now.accepted_at) - len(reached)))
         )
     if not verifies:
         return ()

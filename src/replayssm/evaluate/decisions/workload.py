@@ -105,7 +105,7 @@ def read_workload(plan: RolloutPlan, folder: Path, subject: Subject) -> Workload
     """
     trace, _ = formats.load(folder / plan.traffic.trace)
     prompts = Prompts(
-        subject.model.get_input_embeddings().weight.shape[0],
+        int(subject.model.config.get_text_config().vocab_size),
         block_size=trace.block_size,
         seed=plan.seed,
     )

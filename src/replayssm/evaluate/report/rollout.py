@@ -53,6 +53,7 @@ DRAWN = {
     "precision": ("precision",),
     "outcome": ("latencies", "timeline", "memory"),
 }
+WIDE = ("timeline", "memory")
 # title, table, whether it is open at once
 SHOWN = {
     "bottleneck": (),
@@ -100,7 +101,8 @@ def render(result: Rollout) -> str:
         answers={v.cohort: ANSWERS[v.status] for v in result.verdicts},
         routes={r.cohort: tables.route_words(r.route) for r in result.routing.cohorts},
         marks={v.cohort: _marks(result, v) for v in result.verdicts},
-        figures={name: Markup(draw(result)) for name, draw in FIGURES.items()},
+        figures={name: [Markup(svg) for svg in draw(result)] for name, draw in FIGURES.items()},
+        wide=WIDE,
         tables=made,
         decided={d.name: tables.decision(d) for d in result.decisions},
         drawn=DRAWN,

@@ -1,4 +1,4 @@
-"""Figures of a rollout evaluation, each returned as inline SVG; an empty text where there is nothing.
+"""Figures of a rollout evaluation as inline SVGs, one a panel so that a narrow page can stack them.
 
 Nothing is told by colour alone: series have markers or dashes of their own, cells their numbers.
 """
@@ -28,52 +28,42 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from replayssm.evaluate.decisions.outcome import Timeline
+    from replayssm.evaluate.decisions.outcome import Latencies, Timeline
     from replayssm.evaluate.decisions.plan import Cohort
     from replayssm.evaluate.decisions.result import Rollout
 
 BETTER, WORSE = SERIES[2], SERIES[6]
 FLOOR = 1e-9
+PANEL = 4.6
 FULL_SHADE = math.log(2)
 MIB = 1 << 20
 
 
-def bottleneck(result: Rollout) -> str:
+def bottleneck(result: Rollout) -> tuple[str, ...]:
     """Share of step time by batch."""
-    return shares(result.profiles)
+    return (shares(result.profiles),)
 
 
-def surface(result: Rollout) -> str:
+def surface(result: Rollout) -> tuple[str, ...]:
     """Speed-up over batch and prompt length, one panel a variant, with the break-even line."""
-    variants = list(dict.fromkeys(c.variant for c in result.surface))
-    if not variants:
-        return ""
-    batches = sorted({c.batch for c in result.surface})
-    prompts = sorted({c.prompt for c in result.surface})
-    with drawing("surface"):
-        width, height = 3.1 * len(variants) + 0.6, 0.55 * len(prompts) + 1.4
-        fig, axes = figure(width=width, height=height, columns=len(variants))
-        for ax, variant in zip(axes, variants, strict=True):
-            cells = np.array(
-                [
-                    [
-                        next(
-                            c.ratio.value
-                            for c in result.surface
-                            if (c.variant, c.batch, c.prompt) == (variant, b, p)
-                        )
-                        for b in batches
-                    ]
-                    for p in prompts
-                ]
-            )
-            _heat(ax, cells)
-            _edges(ax, cells)
-            ax.set_xticks(range(len(batches)), [str(b) for b in batches])
-            ax.set_yticks(range(len(prompts)), [str(p) for p in prompts])
-            ax.set(xlabel="batch", title=variant)
-        axes[0].set_ylabel("prompt tokens")
-        return to_svg(fig, "Speed-up by batch and prompt length, break-even line drawn")
+    return tuple(
+        _surface(result, variant) for variant in dict.fromkeys(c.variant for c in result.surface)
+    )
+
+
+def _surface(result: Rollout, variant: str) -> str:
+    mine = {(c.prompt, c.batch): c.ratio.value for c in result.surface if c.variant == variant}
+    batches = sorted({batch for _, batch in mine})
+    prompts = sorted({prompt for prompt, _ in mine})
+    cells = np.array([[mine[p, b] for b in batches] for p in prompts])
+    with drawing(f"surface-{variant}"):
+        fig, (ax, *_) = figure(width=PANEL, height=0.6 * len(prompts) + 1.4)
+        _heat(ax, cells)
+        _edges(ax, cells)
+        ax.set_xticks(range(len(batches)), [str(b) for b in batches])
+        ax.set_yticks(range(len(prompts)), [str(p) for p in prompts])
+        ax.set(xlabel="batch", ylabel="prompt tokens", title=f"{variant}, tokens per second")
+        return to_svg(fig, f"Speed-up of {variant} by batch and prompt length, break-even drawn")
 
 
 def _heat(ax: Axes, cells: np.ndarray[Any, np.dtype[np.float64]]) -> None:
@@ -103,37 +93,36 @@ def _edges(ax: Axes, cells: np.ndarray[Any, np.dtype[np.float64]]) -> None:
                 ax.plot([x - 0.5, x + 0.5], [y + 0.5] * 2, color=INK, linewidth=2)
 
 
-def precision(result: Rollout) -> str:
+def precision(result: Rollout) -> tuple[str, ...]:
     """Mean KL by length, one panel a cohort, with the margin drawn."""
     plan = result.plan
-    distinct = list(dict.fromkeys((v.pool, v.read) for v in plan.candidates))
-    variants = [next(v for v in plan.candidates if (v.pool, v.read) == key) for key in distinct]
+    # drafts change no distribution: variants that differ by them only are one line
+    distinct = {(v.pool, v.read): v.name for v in reversed(plan.candidates)}
+    names = [v.name for v in plan.candidates if v.name in distinct.values()]
     shown = [c for c in plan.cohorts if any(q.cohort == c.name for q in result.qualities)]
-    with drawing("quality"):
-        fig, axes = figure(width=3.4 * len(shown), height=3.2, columns=len(shown))
-        for ax, cohort in zip(axes, shown, strict=True):
-            highs = _quality_lines(ax, result, cohort, [v.name for v in variants])
-            margin = _kl_margin(result, cohort)
-            ax.set(title=cohort.name, xlabel="length, tokens")
-            if margin is not None:
-                margin_line(ax, margin, f"margin {limit(margin)}")
-            limit_log(ax, margin or FLOOR, highs)
-        axes[0].set_ylabel("mean KL, nats a token")
-        legend(fig, axes[0], columns=3)
-        return to_svg(fig, "Mean KL by length and cohort against its margin")
+    return tuple(_precision(result, cohort, names) for cohort in shown)
+
+
+def _precision(result: Rollout, cohort: Cohort, names: Sequence[str]) -> str:
+    with drawing(f"quality-{cohort.name}"):
+        fig, (ax, *_) = figure(width=PANEL)
+        highs = _quality_lines(ax, result, cohort, names)
+        margin = _kl_margin(result, cohort)
+        ax.set(title=cohort.name, xlabel="length, tokens", ylabel="mean KL, nats a token")
+        if margin is not None:
+            margin_line(ax, margin, f"margin {limit(margin)}")
+        limit_log(ax, margin or FLOOR, highs)
+        legend(fig, ax, columns=2)
+        return to_svg(fig, f"Mean KL by length for {cohort.name}, against its margin")
 
 
 def _quality_lines(
     ax: Axes, result: Rollout, cohort: Cohort, variants: Sequence[str]
 ) -> list[float]:
-    stops = sorted(
-        {b.stop for q in result.qualities if q.cohort == cohort.name for b in q.buckets}
-    )
+    stops = sorted({b.stop for q in result.qualities if q.cohort == cohort.name for b in q.buckets})
     highs = []
     for i, name in enumerate(variants):
-        found = next(
-            q for q in result.qualities if (q.cohort, q.variant) == (cohort.name, name)
-        )
+        found = next(q for q in result.qualities if (q.cohort, q.variant) == (cohort.name, name))
         for source, style in (("replies", "-"), ("adversarial", STYLES[1])):
             mine = [b for b in found.buckets if b.source == source]
             if not mine:
@@ -141,9 +130,7 @@ def _quality_lines(
             xs = [stops.index(b.stop) + 0.06 * (i - len(variants) / 2) for b in mine]
             label = f"{name}, {source}"
             estimates = [b.mean_kl for b in mine]
-            with_interval(
-                ax, xs, estimates, SERIES[2 + i % 7], label, floor=FLOOR, linestyle=style
-            )
+            with_interval(ax, xs, estimates, SERIES[2 + i % 7], label, floor=FLOOR, linestyle=style)
             highs += [e.high for e in estimates]
     categories(ax, stops)
     return highs
@@ -156,11 +143,11 @@ def _kl_margin(result: Rollout, cohort: Cohort) -> float | None:
     return target.also.get("mean_kl")
 
 
-def acceptance(result: Rollout) -> str:
+def acceptance(result: Rollout) -> tuple[str, ...]:
     """How many entries a verify kept, by cohort and variant."""
     found = [a for a in result.acceptances if sum(a.histogram)]
     if not found:
-        return ""
+        return ()
     most = max(len(a.histogram) for a in found)
     with drawing("acceptance"):
         fig, (ax, *_) = figure()
@@ -184,42 +171,42 @@ def acceptance(result: Rollout) -> str:
         ax.set(xlabel="entries kept per verify", ylabel="share of verifies")
         ax.set_ylim(0, None)
         legend(fig, ax, columns=2)
-        return to_svg(fig, "Entries kept per verify by cohort")
+        return (to_svg(fig, "Entries kept per verify by cohort"),)
 
 
-def latencies(result: Rollout) -> str:
+def latencies(result: Rollout) -> tuple[str, ...]:
     """Latency ECDFs of the whole replay, a panel a cohort, with the limit drawn."""
     if result.outcome is None:
-        return ""
-    plan = result.plan
-    with drawing("latency"):
-        fig, axes = figure(width=3.4 * len(plan.cohorts), height=3.1, columns=len(plan.cohorts))
-        for ax, cohort in zip(axes, plan.cohorts, strict=True):
-            metric = shown_latency(cohort)
-            mine = [x for x in result.outcome.latencies if x.cohort == cohort.name]
-            for x in mine:
-                values = np.array(getattr(x, metric))
-                routed = x.routing == ROUTED
-                ax.step(
-                    values,
-                    np.linspace(0, 1, len(values)),
-                    where="post",
-                    color=SERIES[2] if routed else SERIES[0],
-                    linestyle="-" if routed else STYLES[1],
-                    label="routed" if routed else "all standard",
-                )
-            limit_ms = getattr(cohort.slo, f"{metric}_ms")
-            if limit_ms is not None:
-                ax.axvline(limit_ms, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-                ax.annotate(
-                    "SLO", (limit_ms, 0.03), xytext=(3, 0), textcoords="offset points", fontsize=8.5
-                )
-            ax.set(title=cohort.name, xlabel=f"{metric.upper()}, ms")
-            ax.set_ylim(0, 1.02)
-            ax.set_xlim(0, None)
-        axes[0].set_ylabel("share of requests")
-        legend(fig, axes[0], columns=2)
-        return to_svg(fig, "Latency distribution by cohort, routed against all standard")
+        return ()
+    return tuple(_ecdf(cohort, result.outcome.latencies) for cohort in result.plan.cohorts)
+
+
+def _ecdf(cohort: Cohort, found: Sequence[Latencies]) -> str:
+    metric = shown_latency(cohort)
+    with drawing(f"latency-{cohort.name}"):
+        fig, (ax, *_) = figure(width=PANEL, height=3.0)
+        for x in found:
+            if x.cohort != cohort.name:
+                continue
+            values = np.array(getattr(x, metric))
+            ax.step(values, np.linspace(0, 1, len(values)), where="post", **_side(x.routing))
+        limit_ms = getattr(cohort.slo, f"{metric}_ms")
+        if limit_ms is not None:
+            ax.axvline(limit_ms, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+            ax.annotate(
+                "SLO", (limit_ms, 0.03), xytext=(3, 0), textcoords="offset points", fontsize=8.5
+            )
+        ax.set(xlabel=f"{metric.upper()}, ms", ylabel="share of requests", title=cohort.name)
+        ax.set_ylim(0, 1.02)
+        ax.set_xlim(0, None)
+        legend(fig, ax, columns=2)
+        return to_svg(fig, f"{metric.upper()} of {cohort.name}, routed against all standard")
+
+
+def _side(routing: str) -> dict[str, Any]:
+    if routing == ROUTED:
+        return {"color": SERIES[2], "linestyle": "-", "label": "routed"}
+    return {"color": SERIES[0], "linestyle": STYLES[1], "label": "all standard"}
 
 
 def shown_latency(cohort: Cohort) -> str:
@@ -229,44 +216,34 @@ def shown_latency(cohort: Cohort) -> str:
     return (limited or list(order))[0]
 
 
-def timeline(result: Rollout) -> str:
+def timeline(result: Rollout) -> tuple[str, ...]:
     """Step times of the routed replay, steps with a flush marked."""
     found = _timelines(result).get(ROUTED)
     if found is None:
-        return ""
+        return ()
     at, ms, flushes = (np.array(x) for x in (found.at, found.ms, found.flushes))
     with drawing("timeline"):
         fig, (ax, *_) = figure(width=9.6, height=2.8)
         ax.plot(at, ms, color=SERIES[0], linewidth=0.9, label="step")
         marked = flushes > 0
-        ax.plot(
-            at[marked], ms[marked], "^", color=SERIES[6], markersize=3.5, label="with a flush"
-        )
+        ax.plot(at[marked], ms[marked], "^", color=SERIES[6], markersize=3.5, label="with a flush")
         ax.set(xlabel="seconds", ylabel="step time, ms", title="Step times, routed, last round")
         ax.set_ylim(0, None)
         ax.set_xlim(0, None)
         legend(fig, ax)
-        return to_svg(fig, "Step times with flushes marked")
+        return (to_svg(fig, "Step times with flushes marked"),)
 
 
-def memory(result: Rollout) -> str:
+def memory(result: Rollout) -> tuple[str, ...]:
     """Memory in use over time under both routings."""
     found = _timelines(result)
     if not found:
-        return ""
+        return ()
     with drawing("memory"):
         fig, (ax, *_) = figure(width=9.6, height=2.6)
         for name, x in found.items():
-            routed = name == ROUTED
-            ax.step(
-                x.at,
-                np.array(x.live_bytes) / MIB,
-                where="post",
-                color=SERIES[2] if routed else SERIES[0],
-                linestyle="-" if routed else STYLES[1],
-                linewidth=1.3,
-                label="routed" if routed else "all standard",
-            )
+            used = np.array(x.live_bytes) / MIB
+            ax.step(x.at, used, where="post", linewidth=1.3, **_side(name))
         cap = result.plan.hardware.memory_mib
         highest = max(max(x.live_bytes) for x in found.values()) / MIB
         if highest > cap / 3:
@@ -276,7 +253,7 @@ def memory(result: Rollout) -> str:
         ax.set_xlim(0, None)
         ax.axhline(0, color=FAINT, linewidth=0.5)
         legend(fig, ax)
-        return to_svg(fig, "Memory in use over time")
+        return (to_svg(fig, "Memory in use over time"),)
 
 
 def _timelines(result: Rollout) -> dict[str, Timeline]:

@@ -90,7 +90,16 @@ def decision(found: Decision) -> Table:
                 f.reason,
             )
         )
-    columns = ("cohort", "variant", "status", "required", found_metric(found), "margin", "more", "why")
+    columns = (
+        "cohort",
+        "variant",
+        "status",
+        "required",
+        found_metric(found),
+        "margin",
+        "more",
+        "why",
+    )
     notes = f"More: {found.unit} that would decide, were the number as measured, besides those run."
     return Table(columns, tuple(rows), notes)
 
@@ -218,7 +227,10 @@ def surface(result: Rollout) -> Table:
                 )
             )
     columns = ("variant", "prompt", *(f"batch {b}" for b in batches), "break-even")
-    notes = "Tokens per second against the baseline. Break-even: the least batch from which the whole interval lies above 1."
+    notes = (
+        "Tokens per second against the baseline. Break-even: the least batch from which the whole "
+        "interval lies above 1."
+    )
     return Table(columns, tuple(rows), notes)
 
 
@@ -303,9 +315,11 @@ def latencies(result: Rollout) -> Table:
 
 def whole(result: Rollout) -> Table:
     """The whole replay: absolute numbers and ratios per cohort."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for experiment in () if result.outcome is None else result.outcome.experiments:
-        routed = next(n for n in (s.variant for s in experiment.samples) if n != experiment.baseline)
+        routed = next(
+            n for n in (s.variant for s in experiment.samples) if n != experiment.baseline
+        )
         for metric in RATIOS:
             before, after = (
                 sum(v) / len(v)
@@ -420,7 +434,10 @@ def manifest(result: Rollout) -> Table:
     rows = [
         ("command", " ".join(m.argv)),
         ("created", m.created),
-        ("plan", f"{result.plan.name}, sha256 {result.stamp.plan_digest}, run {result.stamp.attempt}"),
+        (
+            "plan",
+            f"{result.plan.name}, sha256 {result.stamp.plan_digest}, run {result.stamp.attempt}",
+        ),
         ("model", f"{result.plan.model}, {result.parameters / 1e6:.1f} M parameters"),
         ("cpu", f"{machine.cpu}, {machine.cores} cores used"),
         ("memory", size(machine.memory_bytes)),
