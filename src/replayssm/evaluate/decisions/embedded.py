@@ -5,24 +5,30 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from replayssm.engine import Engine, Limits, MonotonicClock, Request, Route
+from replayssm.engine.clock import MonotonicClock
+from replayssm.engine.drill import Drill
+from replayssm.engine.engine import Engine
+from replayssm.engine.request import STANDARD, Limits, Request, Route
 from replayssm.errors import ContractError
 from replayssm.evaluate.bottleneck import twin
 from replayssm.evaluate.decisions.outcome import Operations
 from replayssm.evaluate.decisions.routing import RouteRow, route_of
 from replayssm.evaluate.decisions.serving import Driver, Job
-from replayssm.evaluate.drafting import drafting
 from replayssm.ring import RingSpec
+from replayssm.types import Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from replayssm.engine.clock import Clock
+    from replayssm.engine.drill import Rehearsal
     from replayssm.evaluate.decisions.plan import RolloutPlan, Variant
+    from replayssm.evaluate.decisions.serving import Server
     from replayssm.evaluate.subject import Subject
 
 MIB = 1 << 20
+PROMPT = 64
 
 
 class Embedded:
@@ -68,21 +74,26 @@ class Embedded:
         if len({v.pool for v in replay}) > 1:
             raise ContractError("routes", "one state format and window", [v.pool for v in replay])
         known = {name: to_engine(route_of(variant)) for name, variant in routes.items()}
-        standard = Route(path="standard")
         pool = replay[0] if replay else next(iter(routes.values()))
         most = max((v.draft_tokens for v in replay), default=0)
-        return self._serve(pool, lambda request: known.get(request.cohort, standard), most)
+        return self._serve(pool, lambda request: known.get(request.cohort, STANDARD), most)
 
-    def operations(self, server: Driver, canary: Job, *, drill: bool) -> Operations:
-        """Rehearse the fallback, look for leaks, and run a canary before and after the drill."""
-        engine = server.engine
+    def operations(self, server: Server, canary: Job, *, drill: bool) -> Operations:
+        """Rehearse the fallback, look for leaks, and run a canary before and after the drill.
+
+        Raises:
+            ContractError: The server is not one of these, or its books do not balance.
+        """
+        engine = server.engine if isinstance(server, Driver) else None
         if not isinstance(engine, Engine):
-            raise ContractError("server", "one of the embedded engine", type(engine).__name__)
+            raise ContractError("server", "one of the embedded engine", type(server).__name__)
         before = server.run([canary]).served[0].tokens
-        passed, lines = self._drill() if drill else (None, ())
+        rehearsed = list(self._drill(engine, canary).run()) if drill else []
         after = server.run([canary]).served[0].tokens
         engine.pools.check_whole()
         kv = engine.pools.model.kv
+        lines = tuple(_line(r) for r in rehearsed)
+        passed = all(r.is_passed for r in rehearsed) if drill else None
         return Operations(passed, lines, kv.num_slots, kv.num_free, before == after)
 
     def _serve(self, pool: Variant, router: Callable[[Request], Route], drafts: int) -> Driver:
@@ -103,13 +114,22 @@ class Embedded:
         self._engines.append(engine)
         return Driver(engine, _request, lambda at: _wait(engine.clock, at))
 
-    def _drill(self) -> tuple[bool | None, tuple[str, ...]]:
-        raise NotImplementedError
+    def _drill(self, engine: Engine, canary: Job) -> Drill:
+        # what a rehearsal shows does not depend on the prompt's length; its time does
+        prompts = [canary.prompt[-PROMPT:], canary.prompt[: PROMPT // 2]]
+        state = Format.S32 if engine.pools.replay is None else engine.pools.replay.specs[0].format
+        return Drill(self._model, prompts, state=state)
 
 
 def to_engine(row: RouteRow) -> Route:
     """Return the engine's route for a row of ``routing.json``."""
     return Route(path=row.path, depth=row.depth, draft_tokens=row.draft_tokens, drafter=row.drafter)
+
+
+def _line(rehearsal: Rehearsal) -> str:
+    word = "passed" if rehearsal.is_passed else f"failed ({rehearsal.note or 'wrong tokens'})"
+    trips = f", {'; '.join(rehearsal.trips)}" if rehearsal.trips else ""
+    return f"{rehearsal.name}: {word}{trips}"
 
 
 def _request(job: Job) -> Request:

@@ -1,12 +1,11 @@
 """``routing.json``: which path serves which cohort, what guards it and what it falls back to.
 
-It is what the gate writes and what an engine loads: ``Engine(..., router=Routing.load(path))``.
+It is what the gate writes; :class:`replayssm.engine.routing.Routing` loads it.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, ValidationError
@@ -16,9 +15,10 @@ from replayssm.evaluate.checks import Status
 from replayssm.types import Format, ReadDepth
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from replayssm.evaluate.decisions.plan import Variant
 
-FORMAT, VERSION = "replayssm-routing", 1
 Span = tuple[int, int]
 
 
@@ -123,53 +123,6 @@ class RoutingFile(_Table):
 
 
 STANDARD = RouteRow(path="standard")
-
-
-class Routing:
-    """A routing in use: tells each request its route.
-
-    Args:
-        file: What ``routing.json`` holds.
-    """
-
-    def __init__(self, file: RoutingFile) -> None:
-        self.file = file
-        self._rows = {row.cohort: row for row in file.cohorts}
-
-    @classmethod
-    def load(cls, path: Path | str) -> Routing:
-        """Read a file.
-
-        Raises:
-            ContractError: The file is missing or is not a routing file; the message names the key.
-        """
-        path = Path(path)
-        if not path.is_file():
-            raise ContractError("routing", "a file that exists", path.name)
-        return cls(parse_routing(path.read_text(encoding="utf-8")))
-
-    def row(self, cohort: str) -> CohortRoute | None:
-        """Return a cohort's row, None where there is none."""
-        return self._rows.get(cohort)
-
-    def classify(self, prompt_tokens: int, output_tokens: int) -> str | None:
-        """Return the first cohort whose ranges hold a request, None where none does."""
-        for row in self.file.cohorts:
-            spans = (
-                (prompt_tokens, row.match.prompt_tokens),
-                (output_tokens, row.match.output_tokens),
-            )
-            if all(low <= n <= high for n, (low, high) in spans):
-                return row.cohort
-        return None
-
-    def route(self, cohort: str, prompt_tokens: int, output_tokens: int) -> RouteRow:
-        """Return how a request is served: by its cohort's name, else by its lengths."""
-        row = self._rows.get(cohort)
-        if row is None:
-            found = self.classify(prompt_tokens, output_tokens)
-            row = None if found is None else self._rows[found]
-        return self.file.default if row is None else row.route
 
 
 def route_of(variant: Variant) -> RouteRow:
