@@ -15,7 +15,6 @@ from replayssm.evaluate.decisions.outcome import Operations
 from replayssm.evaluate.decisions.routing import RouteRow, route_of
 from replayssm.evaluate.decisions.serving import Driver, Job
 from replayssm.ring import RingSpec
-from replayssm.types import Format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -88,7 +87,7 @@ class Embedded:
         if not isinstance(engine, Engine):
             raise ContractError("server", "one of the embedded engine", type(server).__name__)
         before = server.run([canary]).served[0].tokens
-        rehearsed = list(self._drill(engine, canary).run()) if drill else []
+        rehearsed = list(self._drill(canary).run()) if drill else []
         after = server.run([canary]).served[0].tokens
         engine.pools.check_whole()
         kv = engine.pools.model.kv
@@ -114,11 +113,10 @@ class Embedded:
         self._engines.append(engine)
         return Driver(engine, _request, lambda at: _wait(engine.clock, at))
 
-    def _drill(self, engine: Engine, canary: Job) -> Drill:
-        # what a rehearsal shows does not depend on the prompt's length; its time does
-        prompts = [canary.prompt[-PROMPT:], canary.prompt[: PROMPT // 2]]
-        state = Format.S32 if engine.pools.replay is None else engine.pools.replay.specs[0].format
-        return Drill(self._model, prompts, state=state)
+    def _drill(self, canary: Job) -> Drill:
+        # a state format that promises tokens, since wrong ones are counted; short prompts, since
+        # what a rehearsal shows does not depend on their length
+        return Drill(self._model, [canary.prompt[-PROMPT:], canary.prompt[: PROMPT // 2]])
 
 
 def to_engine(row: RouteRow) -> Route:
