@@ -130,7 +130,7 @@ def serve(
 @app.command("client")
 def client(
     request_rate: Rate = 200.0,
-    duration: Duration = 30.0,
+    duration: Duration = 15.0,
     input_len: trace.InputLen = 512,
     output_len: trace.OutputLen = 64,
     interval_ms: IntervalMs = 10.0,

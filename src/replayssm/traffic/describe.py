@@ -122,9 +122,10 @@ def _shared(trace: Trace) -> float | None:
 def _warnings(trace: Trace, at: NDArray[np.float64]) -> list[str]:
     found = []
     instants, counts = np.unique(at, return_counts=True)
-    if trace.span == 0 and len(at) > 1 and trace.concurrency is None:
+    is_open = trace.concurrency is None
+    if is_open and trace.span == 0 and len(at) > 1:
         found.append("no arrivals: every request is due at once")
-    elif len(instants) <= CROWDED * len(at):
+    elif is_open and len(instants) <= CROWDED * len(at):
         grid = grid_of(instants)
         where = f"sit on a grid of {grid:g} s" if grid else "coincide"
         remedy = f"; --jitter {grid:g} spreads them" if grid else ""

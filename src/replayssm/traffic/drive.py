@@ -88,6 +88,8 @@ class _Drive:
     ) -> None:
         self._trace, self._target, self._prompts = trace, target, prompts
         self._settings, self._watch = settings, watch
+        # that of the event loop is ``time.monotonic``, unless it is a virtual one
+        self._now = asyncio.get_running_loop().time
         self._zero = 0.0
         self._calls: deque[Call] = deque()
         self._built = 0
@@ -108,8 +110,7 @@ class _Drive:
         warm = [await self._warm_up(number) for number in range(self._settings.num_warmups)]
         while self._built < min(AHEAD, len(self._trace.requests)):
             self._build_next()
-        zero_ns = time.monotonic_ns() + int(LEAD_S * 1e9)
-        self._zero, zero_unix = zero_ns / 1e9, time.time() + LEAD_S
+        self._zero, zero_unix = self._now() + LEAD_S, time.time() + LEAD_S
         for _ in range(self._limit or 0):
             self._places.put_nowait(self._zero)
         await self._take_sample()
@@ -124,12 +125,12 @@ class _Drive:
             raise errors.exceptions[0] from None
         await self._take_sample()
         records = tuple(s.record(self._zero) for s in (*warm, *self._sendings))
-        return Run(records, zero_ns, zero_unix, tuple(self._samples))
+        return Run(records, round(self._zero * 1e9), zero_unix, tuple(self._samples))
 
     async def _warm_up(self, number: int) -> Sending:
         request = self._trace.requests[number % len(self._trace.requests)]
         # a place before the trace draws a prompt that the trace does not have
-        index, now = -1 - number, time.monotonic()
+        index, now = -1 - number, self._now()
         plain = replace(request, cancel_after=None, move_after=None)
         sending = Sending(plain, self._call(index, plain), index, 0, True, now, now)
         await sending.run(self._target)
@@ -157,7 +158,7 @@ class _Drive:
             if not self._calls:
                 self._build_next()
             await self._build_ahead(due)
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            await asyncio.sleep(max(0.0, due - self._now()))
             previous = self._last_turn.get(request.session or "")
             is_waiting = previous is not None and not previous.done()
             freed = due if is_waiting else await self._take_place(due)
@@ -172,7 +173,7 @@ class _Drive:
         while (
             len(self._calls) < AHEAD
             and self._built < len(self._trace.requests)
-            and time.monotonic() < due - SPARE_S
+            and self._now() < due - SPARE_S
         ):
             self._build_next()
             await asyncio.sleep(0)
@@ -225,7 +226,7 @@ class _Drive:
 
     async def _take_sample(self) -> None:
         sample = Sample(
-            at_s=time.monotonic() - self._zero,
+            at_s=self._now() - self._zero,
             sent=self._sent,
             running=len(self._running),
             failed=self._failed,

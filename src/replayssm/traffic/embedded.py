@@ -1,81 +1,31 @@
-"""The engine in this process as a target: its steps run in one thread, ours in the event loop."""
+"""Engines in this process as a target: stepped in a thread of their own, or in virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 import queue
 import threading
-import time
-from collections import Counter
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from replayssm.errors import CapacityError, ContractError, ReplayError
+from replayssm.errors import ReplayError
+from replayssm.traffic.fleet import EngineEvent, Fleet
 from replayssm.traffic.target import Outcome, SendError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from _typeshed import DataclassInstance
-
+    from replayssm.traffic.fleet import EngineLike
     from replayssm.traffic.target import Call, OnTokens
 
-RequestT = TypeVar("RequestT", contravariant=True)
-ImageT = TypeVar("ImageT")
+    Work = Callable[[], None]
 
-ENDS = ("finished", "cancelled", "failed")
+RequestT = TypeVar("RequestT")
 
-
-class EngineEvent(Protocol):
-    """What a step did to one request."""
-
-    @property
-    def request_id(self) -> str:
-        """The request."""
-        ...
-
-    @property
-    def kind(self) -> str:
-        """What happened: ``admitted``, ``token``, ``finished``, ``cancelled``, ``failed``, ..."""
-        ...
-
-    @property
-    def reason(self) -> str:
-        """Why it finished or failed."""
-        ...
-
-
-class EngineLike(Protocol[RequestT, ImageT]):
-    """What the target needs of an engine."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether a step would have nothing to do."""
-        ...
-
-    def submit(self, request: RequestT) -> None:
-        """Queue a request; one that can never fit is refused."""
-        ...
-
-    def step(self) -> Sequence[EngineEvent]:
-        """Run one iteration of the scheduler."""
-        ...
-
-    def cancel(self, request_id: str, /) -> None:
-        """Stop a request and free what it holds."""
-        ...
-
-    def export(self, request_id: str, /) -> ImageT:
-        """Take a sequence out of the engine."""
-        ...
-
-    def import_(self, image: ImageT, /) -> None:
-        """Put a sequence into the engine."""
-        ...
-
-    def stats(self) -> DataclassInstance:
-        """Return counters and gauges."""
-        ...
+# in virtual time a timer runs out when nothing else is left to run, so any time will do
+BREATH_S = 1e-7
 
 
 @dataclass(slots=True, eq=False)
@@ -85,150 +35,79 @@ class _Live:
     tokens: int = 0
 
 
-class EngineTarget(Generic[RequestT, ImageT]):
-    """Serves calls with engines of this process. Use it inside one event loop and close it there.
-
-    Args:
-        engines: One engine, or several to move sequences between; a new request goes to the one
-            that holds the fewest.
-        make_request: Turns a call into the engine's own request.
-    """
+class _FleetTarget(ABC, Generic[RequestT]):
+    """The event loop's side: who waits for what. The other side runs the work and the steps."""
 
     def __init__(
-        self,
-        engines: Sequence[EngineLike[RequestT, ImageT]],
-        make_request: Callable[[Call], RequestT],
+        self, engines: Sequence[EngineLike[RequestT, Any]], make_request: Callable[[Call], RequestT]
     ) -> None:
-        if not engines:
-            raise ContractError("engines", "at least one", "none")
-        self._engines, self._make = tuple(engines), make_request
+        self._fleet, self._make = Fleet(engines), make_request
         self._requests: dict[str, RequestT] = {}
         self._live: dict[str, _Live] = {}
         self._asked: set[asyncio.Future[dict[str, float]]] = set()
         self._failure: BaseException | None = None
         self._loop = asyncio.get_running_loop()
-        # below: only the thread looks at it
-        self._holders: dict[str, EngineLike[RequestT, ImageT]] = {}
-        self._refused_moves = 0
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+
+    @abstractmethod
+    def _do(self, work: Work) -> None:
+        """Have work done between two steps."""
+
+    @abstractmethod
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function in the event loop."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop stepping; requests in flight are left as they are."""
 
     @property
     def can_move(self) -> bool:
-        """Whether there is another pool to move to."""
-        return len(self._engines) > 1
+        """Whether there is another engine to move to."""
+        return self._fleet.can_move
 
     def prepare(self, call: Call) -> None:
         """Make out the engine's request."""
         self._requests[call.request_id] = self._make(call)
 
     async def send(self, call: Call, on_tokens: OnTokens) -> Outcome:
-        """Serve a call; a cancelled task cancels the request in the engine."""
+        """Serve a call; a cancelled task cancels the request in its engine."""
         self._check()
         name = call.request_id
         request = self._requests.pop(name, None) or self._make(call)
         live = self._live[name] = _Live(self._loop.create_future(), on_tokens)
-        self._work.put(lambda: self._submit(name, request))
+        self._do(lambda: self._submit(name, request))
         try:
             return await live.done
         except asyncio.CancelledError:
-            self._work.put(lambda: self._cancel(name))
+            self._do(lambda: self._fleet.cancel(name))
             raise
         finally:
             del self._live[name]
 
     def move(self, request_id: str) -> None:
         """Move a running sequence to the next engine before its next step."""
-        self._work.put(lambda: self._move(request_id))
+        self._do(lambda: self._fleet.move(request_id))
 
     async def counters(self) -> dict[str, float]:
         """Return the engines' numbers, summed."""
         self._check()
         asked: asyncio.Future[dict[str, float]] = self._loop.create_future()
         self._asked.add(asked)
-        self._work.put(lambda: self._tell(_settle, asked, self._stats()))
+        self._do(lambda: self._tell(_settle, asked, self._fleet.stats()))
         try:
             return await asked
         finally:
             self._asked.discard(asked)
 
-    async def close(self) -> None:
-        """Stop the thread; requests in flight are left as they are."""
-        self._work.put(None)
-        await asyncio.to_thread(self._thread.join)
-
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _run(self) -> None:
-        try:
-            while self._do_work():
-                for engine in self._engines:
-                    if not engine.is_idle:
-                        self._step(engine)
-        except BaseException as error:
-            # handed to whoever waits in the event loop
-            self._tell(self._fail, error)
-
-    def _do_work(self) -> bool:
-        """Do what was asked for since the last step; wait for it when there is nothing to step."""
-        is_idle = all(engine.is_idle for engine in self._engines)
-        while True:
-            try:
-                work = self._work.get(block=is_idle)
-            except queue.Empty:
-                return True
-            if work is None:
-                return False
-            work()
-            is_idle = False
-
-    def _step(self, engine: EngineLike[RequestT, ImageT]) -> None:
-        events = engine.step()
-        at = time.monotonic()
-        for event in events:
-            if event.kind in ENDS:
-                self._holders.pop(event.request_id, None)
-        self._tell(self._deliver, events, at)
-
     def _submit(self, name: str, request: RequestT) -> None:
-        loads = Counter(id(engine) for engine in self._holders.values())
-        engine = min(self._engines, key=lambda each: loads[id(each)])
         try:
-            engine.submit(request)
-            self._holders[name] = engine
+            self._fleet.submit(name, request)
         except ReplayError as error:
             self._tell(self._refuse, name, error)
-
-    def _cancel(self, name: str) -> None:
-        # it may have finished before the thread came to this
-        if (holder := self._holders.pop(name, None)) is not None:
-            holder.cancel(name)
-
-    def _move(self, name: str) -> None:
-        source = self._holders.get(name)
-        if source is None:
-            return
-        after = self._engines[(self._engines.index(source) + 1) % len(self._engines)]
-        image = source.export(name)
-        try:
-            after.import_(image)
-            self._holders[name] = after
-        except CapacityError:
-            source.import_(image)
-            self._refused_moves += 1
-
-    def _stats(self) -> dict[str, float]:
-        total: dict[str, float] = {"refused_moves": self._refused_moves}
-        for engine in self._engines:
-            for name, value in _numbers(asdict(engine.stats())):
-                total[name] = total.get(name, 0) + value
-        return total
-
-    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
-        self._loop.call_soon_threadsafe(function, *arguments)
 
     def _deliver(self, events: Sequence[EngineEvent], at: float) -> None:
         counts = Counter(event.request_id for event in events if event.kind == "token")
@@ -259,12 +138,129 @@ class EngineTarget(Generic[RequestT, ImageT]):
             _settle(asked, error)
 
 
-def _numbers(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in table.items():
-        if isinstance(value, int | float):
-            yield f"{prefix}{name}", value
-        elif isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{name}.")
+class EngineTarget(_FleetTarget[RequestT]):
+    """Engines stepped in one thread. Use it inside one event loop and close it there.
+
+    Args:
+        engines: One engine, or several to move sequences between; a new request goes to the one
+            that holds the fewest. Nobody else may use them.
+        make_request: Turns a call into the engine's own request.
+    """
+
+    def __init__(
+        self, engines: Sequence[EngineLike[RequestT, Any]], make_request: Callable[[Call], RequestT]
+    ) -> None:
+        super().__init__(engines, make_request)
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Stop the thread; requests in flight are left as they are."""
+        self._work.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _do(self, work: Work) -> None:
+        self._work.put(work)
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _run(self) -> None:
+        try:
+            while self._do_work():
+                if events := self._fleet.step():
+                    self._tell(self._deliver, events, self._loop.time())
+        except BaseException as error:
+            # raised again where somebody waits
+            self._tell(self._fail, error)
+
+    def _do_work(self) -> bool:
+        """Do what was asked for since the last step; wait for it when there is nothing to step."""
+        is_idle = self._fleet.is_idle
+        while True:
+            try:
+                work = self._work.get(block=is_idle)
+            except queue.Empty:
+                return True
+            if work is None:
+                return False
+            work()
+            is_idle = False
+
+
+class SettableClock(Protocol):
+    """The virtual clock of an engine: its steps move it, and so can we."""
+
+    def now(self) -> float:
+        """Return seconds since some fixed instant."""
+        ...
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass."""
+        ...
+
+
+class VirtualTarget(_FleetTarget[RequestT]):
+    """Engines with a virtual clock, stepped in the event loop of :func:`traffic.virtual.run`.
+
+    A step takes the virtual time that it costs, so a run is deterministic and takes no longer than
+    its computations.
+
+    Args:
+        engines: As for :class:`EngineTarget`, with one clock.
+        make_request: Turns a call into the engine's own request.
+        clock: The clock of the engines.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[EngineLike[RequestT, Any]],
+        make_request: Callable[[Call], RequestT],
+        clock: SettableClock,
+    ) -> None:
+        super().__init__(engines, make_request)
+        self._clock, self._offset = clock, clock.now() - self._loop.time()
+        self._work: deque[Work] = deque()
+        self._wake = asyncio.Event()
+        self._stepping = self._loop.create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop stepping; requests in flight are left as they are."""
+        self._stepping.cancel()
+        await asyncio.wait([self._stepping])
+
+    def _do(self, work: Work) -> None:
+        self._work.append(work)
+        self._wake.set()
+
+    def _tell(self, function: Callable[..., None], *arguments: object) -> None:
+        function(*arguments)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._step()
+        except Exception as error:
+            # raised again where somebody waits
+            self._fail(error)
+
+    async def _step(self) -> None:
+        if self._fleet.is_idle and not self._work:
+            self._wake.clear()
+            await self._wake.wait()
+            await asyncio.sleep(BREATH_S)
+        while self._work:
+            self._work.popleft()()
+        if self._fleet.is_idle:
+            return
+        # the engine slept while it had nothing to do
+        self._clock.advance(max(0.0, self._loop.time() + self._offset - self._clock.now()))
+        events = self._fleet.step()
+        await asyncio.sleep(max(0.0, self._clock.now() - self._offset - self._loop.time()))
+        self._deliver(events, self._loop.time())
+        # whoever waited for these events acts on them before the next step, not during it
+        await asyncio.sleep(BREATH_S)
 
 
 def _settle(future: asyncio.Future[Any], value: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
-import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -86,6 +85,7 @@ class HttpTarget:
         self._options = options
         self._bodies: dict[str, bytes] = {}
         self._has_metrics = True
+        self._now = asyncio.get_running_loop().time
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             timeout=aiohttp.ClientTimeout(total=options.timeout_s),
@@ -105,7 +105,7 @@ class HttpTarget:
                 if response.status != 200:
                     told = " ".join((await response.text()).split())
                     raise SendError(f"http {response.status}", told[:SHOWN])
-                on_tokens(0, time.monotonic())
+                on_tokens(0, self._now())
                 return await self._read(response, on_tokens)
         except TimeoutError as error:
             raise SendError("timeout", f"{self._options.timeout_s:g} s") from error
@@ -119,7 +119,7 @@ class HttpTarget:
     async def _read(self, response: aiohttp.ClientResponse, on_tokens: OnTokens) -> Outcome:
         decoder, reader = EventDecoder(), StreamReader()
         async for received in response.content.iter_any():
-            at, count = time.monotonic(), 0
+            at, count = self._now(), 0
             try:
                 events = decoder.feed(received)
             except UnicodeDecodeError as error:
@@ -165,7 +165,7 @@ class HttpTarget:
         Raises:
             UnsupportedError: It did not within ``seconds``.
         """
-        end = time.monotonic() + seconds
+        end = self._now() + seconds
         while True:
             try:
                 async with self._session.get(f"{self._options.root}/v1/models") as response:
@@ -174,7 +174,7 @@ class HttpTarget:
                     told = f"HTTP {response.status}"
             except (aiohttp.ClientError, OSError) as error:
                 told = str(error)
-            if time.monotonic() > end:
+            if self._now() > end:
                 raise UnsupportedError(f"{self._options.root}: not ready in {seconds:g} s ({told})")
             await asyncio.sleep(0.2)
 

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,12 +61,10 @@ async def _reply(
 ) -> web.StreamResponse:
     asked = await request.json()
     reply = web.StreamResponse(headers=HEADERS)
-    try:
+    # a client may hang up, as traces with cancellations make it do
+    with suppress(ConnectionResetError):
         await reply.prepare(request)
         await _stream(reply, asked, options, is_chat=is_chat)
-    except ConnectionResetError:
-        # the client hung up, as traces with cancellations make it do
-        return reply
     return reply
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 
 
 def parse(text: str) -> dict[str, float]:
@@ -18,8 +19,6 @@ def parse(text: str) -> dict[str, float]:
             name, *value = line.split()
         if not value or name.endswith("_bucket"):
             continue
-        try:
+        with suppress(ValueError):
             found[name.strip()] += float(value[0])
-        except ValueError:
-            continue
     return dict(found)

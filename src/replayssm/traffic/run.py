@@ -74,7 +74,7 @@ class Run:
 
     Attributes:
         records: One a request: warm-ups, then the trace in its order.
-        zero_ns: Schedule zero on ``time.monotonic_ns``.
+        zero_ns: Schedule zero on the monotonic clock, in nanoseconds.
         zero_unix_s: Schedule zero in seconds since 1970.
         samples: The run over time, its beginning and its end included.
     """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from replayssm.traffic.trace import Trace
 
 VOCABULARY = 32_000
-WARMUPS = 50
+WARMUPS = 5
 STOP_S = 5.0
 
 
@@ -45,7 +45,7 @@ class Load:
     """
 
     rate: float = 200.0
-    seconds: float = 30.0
+    seconds: float = 15.0
     prompt: int = 512
     output: int = 64
     interval_ms: float = 10.0

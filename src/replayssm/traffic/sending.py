@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ EMPTY = SendError("empty", "the reply has no token")
 
 @dataclass(slots=True, eq=False)
 class Sending:
-    """A request on its way. All times are on ``time.monotonic``.
+    """A request on its way. All times are those of the event loop.
 
     Attributes:
         request: What the trace asks for.
@@ -62,7 +61,8 @@ class Sending:
             self.clock.add(count, at)
             self._interrupt(target)
 
-        self.start = max(time.monotonic(), self.released)
+        now = asyncio.get_running_loop().time
+        self.start = max(now(), self.released)
         self._serving = asyncio.ensure_future(target.send(self.call, on_tokens))
         try:
             self.outcome = await self._serving
@@ -75,7 +75,7 @@ class Sending:
                 raise
             self.status = self._stopped_as
         finally:
-            self.end = max(time.monotonic(), self.start, *self.clock.times[-1:])
+            self.end = max(now(), self.start, *self.clock.times[-1:])
 
     def stop(self, status: Status) -> None:
         """Hang up; ``status`` says why."""
@@ -85,7 +85,7 @@ class Sending:
 
     def skip(self) -> None:
         """Do not send it: the run is over."""
-        self.start = self.end = max(time.monotonic(), self.released)
+        self.start = self.end = max(asyncio.get_running_loop().time(), self.released)
         self.status = Status.CUT
 
     def _interrupt(self, target: Target) -> None:

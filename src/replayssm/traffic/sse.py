@@ -9,8 +9,9 @@ BOM = b"\xef\xbb\xbf"
 class EventDecoder:
     """Collects the data of events.
 
-    Lines end in LF, CR or CR LF; an empty line ends an event; comments (keep-alives) and fields
-    other than ``data`` are left out. Bytes are decoded line by line, so a character may be cut.
+    Lines end in LF, CR or CR LF; an empty line ends an event. Comments (keep-alives), fields other
+    than ``data`` and events without data are left out. Bytes are decoded line by line, so a
+    character may be cut.
     """
 
     def __init__(self) -> None:
@@ -40,11 +41,9 @@ class EventDecoder:
 
     def _line(self, line: bytes) -> str | None:
         if not line:
-            if not self._data:
-                return None
             event = "\n".join(self._data)
             self._data.clear()
-            return event
+            return event or None
         name, _, value = line.partition(b":")
         if name == b"data":
             self._data.append(value.removeprefix(b" ").decode())

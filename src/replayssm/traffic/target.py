@@ -10,7 +10,7 @@ from replayssm.errors import ReplayError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    # tokens that came together, and when, on ``time.monotonic``; the first call, with 0 tokens,
+    # tokens that came together, and when, on the event loop's clock; the first call, with 0 tokens,
     # says that the request was accepted
     OnTokens = Callable[[int, float], None]
 
