@@ -75,9 +75,11 @@ def evaluate(
     plans = [_plan(name, full, margins, seed) for name in chosen]
     make_folder("--out", out)
     results = {}
-    for name, plan in zip(chosen, plans, strict=True):
-        folder = out / plan.model if len(chosen) > 1 else out
-        results[plan.model] = _run(name, plan, folder, quiet=quiet)
+    for i, (name, plan) in enumerate(zip(chosen, plans, strict=True), start=1):
+        folder, label = out, ""
+        if len(chosen) > 1:
+            folder, label = out / plan.model, f"{plan.model} ({i} of {len(chosen)}), "
+        results[plan.model] = _run(name, plan, folder, label, quiet=quiet)
         if not as_json:
             _print(results[plan.model], folder)
     if len(results) > 1:
@@ -117,7 +119,7 @@ def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:
     )
 
 
-def _run(name: str, plan: Plan, folder: Path, *, quiet: bool) -> Result:
+def _run(name: str, plan: Plan, folder: Path, label: str, *, quiet: bool) -> Result:
     from replayssm.cli import progress
     from replayssm.evaluate import result as results
     from replayssm.evaluate.report import write
@@ -125,7 +127,7 @@ def _run(name: str, plan: Plan, folder: Path, *, quiet: bool) -> Result:
     from replayssm.evaluate.subject import load
 
     quiet_transformers()
-    with progress.choose(quiet) as show:
+    with progress.choose(quiet, label) as show:
         found = run(load(name), plan, show)
     folder.mkdir(parents=True, exist_ok=True)
     results.write(found, folder)

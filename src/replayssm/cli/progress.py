@@ -21,11 +21,12 @@ class Bar:
     """One rich bar over all sections, weighted by the time they usually take.
 
     Args:
+        label: Put before every section's name.
         weights: Share of the time that each section usually takes.
     """
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self._weights = weights
+    def __init__(self, label: str, weights: Mapping[str, float]) -> None:
+        self._label, self._weights = label, weights
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=32),
@@ -35,7 +36,7 @@ class Bar:
             console=Console(file=sys.stderr),
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=1.0, what="")
+        self._task = self._bar.add_task(f"{label}starting", total=1.0, what="")
         self._done = self._weight = self._step = 0.0
 
     def __enter__(self) -> Bar:
@@ -54,7 +55,8 @@ class Bar:
         """A section begins."""
         self._weight = self._weights[section]
         self._step = self._weight / max(1, steps)
-        self._bar.update(self._task, description=section, completed=self._done, what="")
+        name = f"{self._label}{section}"
+        self._bar.update(self._task, description=name, completed=self._done, what="")
 
     def tick(self, what: str) -> None:
         """One step is done."""
@@ -64,13 +66,19 @@ class Bar:
         """The section is done."""
         self._done += self._weight
         self._bar.update(self._task, completed=self._done)
-        self._bar.console.print(f"{section}: {seconds:.0f} s", style="dim", highlight=False)
+        line = f"{self._label}{section}: {seconds:.0f} s"
+        self._bar.console.print(line, style="dim", highlight=False)
 
 
 class Lines:
-    """A line per section, and one every ten seconds in between."""
+    """A line per section, and one every ten seconds in between.
 
-    def __init__(self) -> None:
+    Args:
+        label: Put before every line.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._last = 0.0
         self._section = ""
         self._steps = self._ticks = 0
@@ -103,7 +111,7 @@ class Lines:
 
     def _say(self, line: str) -> None:
         self._last = time.monotonic()
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(f"{self._label}{line}\n")
         sys.stderr.flush()
 
 
@@ -114,13 +122,16 @@ class Nothing(Lines):
         pass
 
 
-def choose(quiet: bool, weights: Mapping[str, float] = SECTIONS) -> Bar | Lines:
+def choose(
+    quiet: bool, label: str = "", weights: Mapping[str, float] = SECTIONS
+) -> Bar | Lines:
     """Return the progress that suits the terminal.
 
     Args:
         quiet: No progress.
+        label: Put before every section's name.
         weights: Names of the sections and the share of the time that each usually takes.
     """
     if quiet:
-        return Nothing()
-    return Bar(weights) if sys.stderr.isatty() else Lines()
+        return Nothing(label)
+    return Bar(label, weights) if sys.stderr.isatty() else Lines(label)

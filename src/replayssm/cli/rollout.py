@@ -73,7 +73,7 @@ def _run(plan: RolloutPlan, folder: Path, out: Path, *, quiet: bool) -> Rollout:
     subject = load(plan.model)
     workload = read_workload(plan, folder, subject)
     stamp = results.stamp(plan, _manifest(plan, subject), out)
-    with progress.choose(quiet, PARTS) as show, Embedded(subject, plan) as backend:
+    with progress.choose(quiet, weights=PARTS) as show, Embedded(subject, plan) as backend:
         result = Rollouts(subject, stamp, backend, workload, show).run()
     results.write(result, out)
     write_routing(result.routing, out)

@@ -165,6 +165,7 @@ def _profile(subject: Subject, plan: Plan, batch: int) -> Profile:
             model = twin(subject.model)
             stack.enter_context(enabled(model, arm, window=scope.window))
             decoders[arm.name] = _Decoder(model, ids, scope.window)
+            stack.callback(decoders[arm.name].session.close)
         calls: dict[str, Callable[[], None]] = {n: d.cycle for n, d in decoders.items()}
         reference = plan.arms[0].name
         for decoder in decoders.values():

@@ -246,6 +246,7 @@ def _decode_group(
     while at < tokens - 1:
         stop = min(tokens - 1, scope.window if at == 0 else at + scope.block)
         logits = session.feed(group.ids[:, at:stop].to(device)).cpu()
+        session.forget()
         nexts = group.ids[:, at + 1 : stop + 1]
         if texts:
             log_p = logits[:texts].log_softmax(-1)

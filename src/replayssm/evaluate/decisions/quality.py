@@ -22,7 +22,7 @@ import torch
 from replayssm.evaluate.arms import Arm
 from replayssm.evaluate.decisions import graders
 from replayssm.evaluate.probes import key_value_facts
-from replayssm.evaluate.session import Session, enabled
+from replayssm.evaluate.session import Session, enabled, one_thread
 from replayssm.evaluate.stats import TAIL_MINIMUM, Estimate, paired_drop
 
 if TYPE_CHECKING:
@@ -141,7 +141,8 @@ def drift(
     """
     found, moved = [], []
     block = block_of(variant.window)
-    with enabled(model, arm_of(variant), window=variant.window, max_block=block):
+    arm = arm_of(variant)
+    with one_thread(), enabled(model, arm, window=variant.window, max_block=block):
         for i, (prompt, continuation) in enumerate(rows):
             mine = _log_probs(model, prompt, continuation, block)
             found.append(mine)
@@ -258,9 +259,12 @@ def _log_probs(
     device = model.device
     logits = [session.feed(torch.tensor([list(prompt)], device=device), last_only=True)[0]]
     known = list(continuation[:-1])
+    session.forget()
     for at in range(0, len(known), block):
         ids = torch.tensor([known[at : at + block]], device=device)
         logits.append(session.feed(ids)[0])
+        session.forget()
+    session.close()
     found: NDArray[np.float32] = torch.cat(logits).log_softmax(-1).cpu().numpy()
     return found
 
