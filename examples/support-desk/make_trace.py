@@ -56,8 +56,10 @@ def main() -> None:
             words = ticket(rng, text, int(rng.integers(low, high)))
             made.append(request(float(at), words, output, cohort))
     count, copies, output = LETTERS
-    for at in np.linspace(0, SPAN_S * 0.9, count):
-        made.append(request(float(at), letter(rng, text, copies), output, "overnight"))
+    made += [
+        request(float(at), letter(rng, text, copies), output, "overnight")
+        for at in np.linspace(0, SPAN_S * 0.9, count)
+    ]
     made.sort(key=lambda r: r.at)
     origin = Provenance("make_trace.py", None, "generated", len(made))
     canonical.write(Trace(tuple(made), origin), args.out)

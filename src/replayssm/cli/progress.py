@@ -122,9 +122,7 @@ class Nothing(Lines):
         pass
 
 
-def choose(
-    quiet: bool, label: str = "", weights: Mapping[str, float] = SECTIONS
-) -> Bar | Lines:
+def choose(quiet: bool, label: str = "", weights: Mapping[str, float] = SECTIONS) -> Bar | Lines:
     """Return the progress that suits the terminal.
 
     Args:

@@ -6,8 +6,9 @@ from replayssm.engine.routing import Routing
 from replayssm.evaluate.checks import Status
 from replayssm.evaluate.decisions import gate
 from replayssm.evaluate.decisions.finding import Decision, Finding
-from replayssm.evaluate.decisions.plan import DECISIONS, parse_plan
+from replayssm.evaluate.decisions.plan import parse_plan
 from replayssm.evaluate.decisions.routing import parse_routing, write_routing
+from replayssm.evaluate.decisions.tables import DECISIONS
 from replayssm.evaluate.stats import Estimate
 
 PASS, FAIL, OPEN = Status.PASS, Status.FAIL, Status.OPEN

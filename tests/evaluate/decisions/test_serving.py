@@ -6,8 +6,8 @@ import pytest
 
 from replayssm.errors import ContractError
 from replayssm.evaluate.decisions.experiment import LostError, conduct, places, serve
-from replayssm.evaluate.decisions.plan import Slo
 from replayssm.evaluate.decisions.serving import Job, Run, Served, measure
+from replayssm.evaluate.decisions.tables import Slo
 
 STEP = 0.01
 
@@ -24,9 +24,9 @@ def speak(request):
     return list(range(request.output_tokens))
 
 
-def plain(fake, cost=flat, noise=0.0):
+def plain(fake, cost=flat, noise=0.0, seed=0):
     variant = SimpleNamespace(draft_tokens=0, is_replay=False, name="x")
-    return fake(cost, speak, noise=noise).server(variant)
+    return fake(cost, speak, noise=noise, made=seed).server(variant)
 
 
 def test_a_request_that_waits_for_its_schedule_is_not_early(fake):
@@ -41,7 +41,9 @@ def test_a_closed_loop_keeps_its_places_filled(fake):
     assert max(step.live for step in run.steps) <= 2
     assert run.span_s == pytest.approx(3 * 4 * STEP)
     # the next request is due when a place gets free, not when the run began
-    assert sorted(s.scheduled_s for s in run.served) == pytest.approx([0, 0, 0.04, 0.04, 0.08, 0.08])
+    assert sorted(s.scheduled_s for s in run.served) == pytest.approx(
+        [0, 0, 0.04, 0.04, 0.08, 0.08]
+    )
 
 
 def test_metrics_follow_their_definitions():
@@ -108,7 +110,7 @@ def test_every_variant_serves_the_same_jobs_in_turn(plan):
         prices=dict.fromkeys("abc", 1.0),
         in_flight=1,
     )
-    assert order[:9] == list("abc" "abc" "bca")
+    assert order[:9] == list("abcabcbca")
     assert all(sorted(names) == list("abc") for names in seen.values())
     assert found.rounds == plan.design.pairs
 
@@ -119,7 +121,7 @@ def test_the_number_of_rounds_follows_the_spread_and_not_the_mean(plan, fake):
     def rounds(factor, noise):
         servers = {
             "a": plain(fake, noise=noise),
-            "b": plain(fake, lambda v, p: STEP * factor, noise=noise),
+            "b": plain(fake, lambda v, p: STEP * factor, noise, seed=1),
         }
         (found,) = conduct(
             [plan.cohort("pool")], servers, lambda r: jobs(4), design, metric="throughput",
@@ -133,7 +135,10 @@ def test_the_number_of_rounds_follows_the_spread_and_not_the_mean(plan, fake):
 
 def test_a_planted_slowdown_of_5_percent_is_caught(plan, fake):
     def compared(factor):
-        servers = {"a": plain(fake, noise=0.05), "b": plain(fake, lambda v, p: STEP * factor, 0.06)}
+        servers = {
+            "a": plain(fake, noise=0.05),
+            "b": plain(fake, lambda v, p: STEP * factor, 0.05, seed=1),
+        }
         (found,) = conduct(
             [plan.cohort("pool")], servers, lambda r: jobs(8), plan.design, metric="throughput",
             prices={"a": 1.0, "b": 1.0}, in_flight=8,

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from replayssm.evaluate.bottleneck import Profile
-    from replayssm.evaluate.decisions.plan import Cohort, RolloutPlan
+    from replayssm.evaluate.decisions.plan import RolloutPlan
+    from replayssm.evaluate.decisions.tables import Cohort
     from replayssm.evaluate.subject import Subject
 
 QUESTION = "Does recurrent-state traffic dominate a step?"

@@ -78,7 +78,7 @@ class Changes:
 
     @property
     def status(self) -> Status:
-        """Fail where a cohort lost its change or a variant got slower; open where that is unclear."""
+        """Fail where a cohort lost its change or a variant got slower, else open or pass."""
         if any(c.is_worse and c.after is Status.FAIL for c in self.cohorts):
             return Status.FAIL
         if any(m.ratio.high < 1 for m in self.metrics):

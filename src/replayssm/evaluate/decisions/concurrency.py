@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from replayssm.evaluate.decisions.experiment import conduct
 from replayssm.evaluate.decisions.finding import Decision
-from replayssm.evaluate.decisions.plan import Cohort, Slo
 from replayssm.evaluate.decisions.ratio import ratio_finding
+from replayssm.evaluate.decisions.tables import Cohort, Slo
 from replayssm.evaluate.stats import Estimate
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from replayssm.engine.clock import Clock
     from replayssm.engine.drill import Rehearsal
-    from replayssm.evaluate.decisions.plan import RolloutPlan, Variant
+    from replayssm.evaluate.decisions.plan import RolloutPlan
     from replayssm.evaluate.decisions.serving import Server
+    from replayssm.evaluate.decisions.tables import Variant
     from replayssm.evaluate.subject import Subject
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from replayssm.evaluate.decisions.serving import BETTER, Job, Run, Server, measu
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from replayssm.evaluate.decisions.plan import Cohort, Design
+    from replayssm.evaluate.decisions.tables import Cohort, Design
 
 
 class LostError(ReplayError, RuntimeError):

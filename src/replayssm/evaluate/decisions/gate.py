@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from replayssm.evaluate.decisions.finding import Decision, Finding
-    from replayssm.evaluate.decisions.plan import Cohort, RolloutPlan, Variant
+    from replayssm.evaluate.decisions.plan import RolloutPlan
+    from replayssm.evaluate.decisions.tables import Cohort, Variant
 
 RANKED_BY = "concurrency"
 

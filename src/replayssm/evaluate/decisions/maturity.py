@@ -1,4 +1,4 @@
-"""Decision 2, compatibility and maturity: what runs, at which versions, and does it compute the same?
+"""Decision 2, compatibility and maturity: what runs at which versions, and is it still the same?
 
 The matrix has a row per mode: engine, version, model, variant. A variant that promises fp32 results
 is compared with transformers' own step functions, step by step, and in the timed traffic its tokens
@@ -28,8 +28,9 @@ from replayssm.evaluate.stats import Estimate
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from replayssm.evaluate.decisions.plan import RolloutPlan, Variant
+    from replayssm.evaluate.decisions.plan import RolloutPlan
     from replayssm.evaluate.decisions.serving import Job
+    from replayssm.evaluate.decisions.tables import Variant
     from replayssm.evaluate.subject import Subject
 
 QUESTION = "Does it run here, and does it compute the same?"
@@ -253,9 +254,9 @@ def _is_tie(
 ) -> bool:
     """Teacher-force up to the first difference: were two tokens as good as equal there?"""
     at = next(i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b)
-    rows = [(job.prompt, list(expected[: at + 1]))]
     reference, found = (
-        quality.drift(subject.model, rows, v, None)[0][0][-1] for v in (_standard(variant), variant)
+        quality.last_log_probs(subject.model, job.prompt, expected[: at + 1], v)
+        for v in (_standard(variant), variant)
     )
     budget = margin * float(reference.std())
     best = np.sort(reference)[-2:]

@@ -16,8 +16,9 @@ from replayssm.evaluate.stats import TAIL_MINIMUM, Estimate
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from replayssm.evaluate.decisions.plan import RolloutPlan, Variant
+    from replayssm.evaluate.decisions.plan import RolloutPlan
     from replayssm.evaluate.decisions.serving import Run, Step
+    from replayssm.evaluate.decisions.tables import Variant
 
 QUESTION = "Does the whole service get better, and can it be operated?"
 ROUTED = "routed"

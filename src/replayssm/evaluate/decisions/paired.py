@@ -1,8 +1,8 @@
 """Paired comparisons of whole runs: estimate, verdict, and how many more pairs would decide.
 
-The unit is the run. Run i of the candidate was measured beside run i of the baseline, so drift of the
-machine hits both and cancels in their ratio. Every function takes the logarithms of those ratios,
-signed so that above 0 the candidate is better.
+The unit is the run. Run i of the candidate was measured beside run i of the baseline, so drift of
+the machine hits both and cancels in their ratio. Every function takes the logarithms of those
+ratios, signed so that above 0 the candidate is better.
 
 The number of pairs is set in two stages (Stein, Annals of Mathematical Statistics 16 (1945)
 243-258): a pilot of fixed size tells the spread, the spread tells how many pairs an effect of the
@@ -38,7 +38,7 @@ class Comparison:
     Attributes:
         ratio: Geometric mean of candidate over baseline, above 1 where the candidate is better,
             with a t interval on the logarithms.
-        bootstrap_low: Lower end of the percentile bootstrap over pairs, shown beside the t interval.
+        bootstrap_low: Lower end of the percentile bootstrap over pairs, beside the t interval.
         bootstrap_high: Its upper end.
         spread: Standard deviation of the logarithms.
         logs: The logarithms, in the order measured.

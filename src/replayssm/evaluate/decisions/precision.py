@@ -11,8 +11,9 @@ from replayssm.evaluate.decisions.paired import at_most
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replayssm.evaluate.decisions.plan import Cohort, RolloutPlan
+    from replayssm.evaluate.decisions.plan import RolloutPlan
     from replayssm.evaluate.decisions.quality import Quality
+    from replayssm.evaluate.decisions.tables import Cohort
     from replayssm.evaluate.stats import Estimate
 
 QUESTION = "Is what it serves still what the model says?"

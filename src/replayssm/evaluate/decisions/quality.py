@@ -13,6 +13,7 @@ The unit is the request. Its tokens share their context and are resampled togeth
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,19 +21,20 @@ import numpy as np
 import torch
 
 from replayssm.evaluate.arms import Arm
+from replayssm.evaluate.bottleneck import twin
 from replayssm.evaluate.decisions import graders
 from replayssm.evaluate.probes import key_value_facts
 from replayssm.evaluate.session import Session, enabled, one_thread
 from replayssm.evaluate.stats import TAIL_MINIMUM, Estimate, paired_drop
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
-    from replayssm.evaluate.decisions.plan import Variant
     from replayssm.evaluate.decisions.serving import Job
+    from replayssm.evaluate.decisions.tables import Variant
     from replayssm.evaluate.subject import Subject
 
 LEAST_REQUESTS = 4
@@ -118,43 +120,43 @@ def arm_of(variant: Variant) -> Arm:
     return Arm(variant.name, variant.path, variant.state, variant.read, variant.name)
 
 
-def drift(
+def drifts(
     model: PreTrainedModel,
     rows: Sequence[tuple[Sequence[int], Sequence[int]]],
-    variant: Variant,
-    expected: Sequence[NDArray[np.float32]] | None,
-) -> tuple[list[NDArray[np.float32]], list[Drift]]:
-    """Teacher-force ``(prompt, continuation)`` rows through a variant's state.
+    baseline: Variant,
+    variants: Sequence[Variant],
+) -> dict[str, list[Drift]]:
+    """Teacher-force rows through every variant's state and compare with the baseline's.
 
     The prompt is prefilled, the continuation goes through the ring in blocks that divide the
-    window, so that every token finds the ring as deep as in single steps.
+    window, so that every token finds the ring as deep as in single steps. One row is held at a
+    time.
 
     Args:
-        model: The model, not enabled.
-        rows: Token ids.
-        variant: Whose state.
-        expected: Log-probabilities ``[continuation, vocabulary]`` of the baseline, row by row; None
-            to only return the variant's own.
-
-    Returns:
-        The variant's log-probabilities, and its drift where something was expected.
+        model: The model, not enabled; twins of it are.
+        rows: Token ids of ``(prompt, continuation)``.
+        baseline: What is compared with.
+        variants: What is compared, by name in the result.
     """
-    found, moved = [], []
-    block = block_of(variant.window)
-    arm = arm_of(variant)
-    with one_thread(), enabled(model, arm, window=variant.window, max_block=block):
-        for i, (prompt, continuation) in enumerate(rows):
-            mine = _log_probs(model, prompt, continuation, block)
-            found.append(mine)
-            if expected is None:
-                continue
-            theirs = expected[i].astype(np.float64)
-            own = mine.astype(np.float64)
-            kl = (np.exp(theirs) * (theirs - own)).sum(-1).clip(min=0)
-            at = np.arange(len(continuation)), np.array(continuation)
-            delta = np.abs(theirs[at] - own[at])
-            moved.append(Drift(len(prompt) + len(continuation), kl, delta))
-    return found, moved
+    found: dict[str, list[Drift]] = {v.name: [] for v in variants}
+    with ExitStack() as stack:
+        stack.enter_context(one_thread())
+        ways = [(v, stack.enter_context(_carrying(model, v))) for v in (baseline, *variants)]
+        for prompt, continuation in rows:
+            (_, reference), *others = ways
+            theirs = log_probs(reference, prompt, continuation, block_of(baseline.window))
+            for variant, own in others:
+                mine = log_probs(own, prompt, continuation, block_of(variant.window))
+                found[variant.name].append(_drift(theirs, mine, len(prompt), continuation))
+    return found
+
+
+def last_log_probs(
+    model: PreTrainedModel, prompt: Sequence[int], continuation: Sequence[int], variant: Variant
+) -> NDArray[np.float64]:
+    """Return a variant's log-probabilities of a continuation's last token, ``[vocabulary]``."""
+    with one_thread(), _carrying(model, variant) as own:
+        return log_probs(own, prompt, continuation, block_of(variant.window))[-1]
 
 
 def adversarial(subject: Subject, length: int, count: int, seed: int) -> list[list[int]]:
@@ -247,7 +249,7 @@ def grade(
 
 
 def block_of(window: int) -> int:
-    """Return the tokens of one forward: the largest divisor of a window up to 16 among powers of 2."""
+    """Return the tokens of one forward: the largest power of 2 up to 16 that divides a window."""
     return next(b for b in (16, 8, 4, 2, 1) if window % b == 0)
 
 
@@ -267,6 +269,53 @@ def _log_probs(
     session.close()
     found: NDArray[np.float32] = torch.cat(logits).log_softmax(-1).cpu().numpy()
     return found
+
+
+@torch.inference_mode()
+def log_probs(
+    model: PreTrainedModel, prompt: Sequence[int], continuation: Sequence[int], block: int
+) -> NDArray[np.float64]:
+    """Return ``[continuation, vocabulary]`` log-probabilities of an enabled model.
+
+    Args:
+        model: The model, with a variant enabled.
+        prompt: Token ids that are prefilled.
+        continuation: Token ids that follow; row i is the prediction of the i-th.
+        block: Tokens a forward.
+    """
+    session = Session(model)
+    device = model.device
+    logits = [session.feed(torch.tensor([list(prompt)], device=device), last_only=True)[0]]
+    session.forget()
+    known = list(continuation[:-1])
+    for at in range(0, len(known), block):
+        ids = torch.tensor([known[at : at + block]], device=device)
+        logits.append(session.feed(ids)[0])
+        session.forget()
+    session.close()
+    # in fp64: the KL of two nearly equal distributions is far below the rounding of fp32 logarithms
+    found: NDArray[np.float64] = torch.cat(logits).double().log_softmax(-1).cpu().numpy()
+    return found
+
+
+@contextmanager
+def _carrying(model: PreTrainedModel, variant: Variant) -> Iterator[PreTrainedModel]:
+    """Give a twin of a model that carries its state in a variant's way."""
+    own = twin(model)
+    block = block_of(variant.window)
+    with enabled(own, arm_of(variant), window=variant.window, max_block=block):
+        yield own
+
+
+def _drift(
+    theirs: NDArray[np.float64],
+    mine: NDArray[np.float64],
+    prompt: int,
+    continuation: Sequence[int],
+) -> Drift:
+    kl = (np.exp(theirs) * (theirs - mine)).sum(-1).clip(min=0)
+    at = np.arange(len(continuation)), np.array(continuation)
+    return Drift(prompt + len(continuation), kl, np.abs(theirs[at] - mine[at]))
 
 
 def _bucket(

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from replayssm.evaluate.decisions.experiment import Experiment
-    from replayssm.evaluate.decisions.plan import Cohort, RolloutPlan
+    from replayssm.evaluate.decisions.plan import RolloutPlan
+    from replayssm.evaluate.decisions.tables import Cohort
 
 WORDS = {
     "throughput": "tokens per second",

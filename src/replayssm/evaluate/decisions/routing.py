@@ -17,7 +17,7 @@ from replayssm.types import Format, ReadDepth
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from replayssm.evaluate.decisions.plan import Variant
+    from replayssm.evaluate.decisions.tables import Variant
 
 Span = tuple[int, int]
 

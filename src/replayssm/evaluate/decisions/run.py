@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from replayssm.evaluate.compatibility import Agreement
     from replayssm.evaluate.decisions.finding import Decision
     from replayssm.evaluate.decisions.outcome import Operations, Outcome
-    from replayssm.evaluate.decisions.plan import Cohort, RolloutPlan, Variant
     from replayssm.evaluate.decisions.quality import Quality
     from replayssm.evaluate.decisions.serving import Job, Run, Server
+    from replayssm.evaluate.decisions.tables import Cohort, Variant
     from replayssm.evaluate.decisions.workload import Workload
     from replayssm.evaluate.subject import Subject
 
@@ -224,26 +224,24 @@ class Rollouts:
         ]
         stops = tuple(s for s in target.buckets if s < length + cohort.output_tokens[1])
         stops = (*stops, length + cohort.output_tokens[1])
-        expected = [quality.drift(subject.model, r, plan.baseline, None)[0] for r in (rows, hard)]
-        measured: dict[tuple[object, ...], tuple[list[quality.Drift], ...]] = {}
-        for variant in plan.candidates:
-            # drafts change no distribution
-            key = (variant.pool, variant.read)
-            if key not in measured:
-                measured[key] = tuple(
-                    quality.drift(subject.model, r, variant, e)[1]
-                    for r, e in zip((rows, hard), expected, strict=True)
-                )
-            served, tough = measured[key]
-            buckets = quality.buckets(served, stops, "replies", plan.design.confidence, plan.seed)
-            buckets += quality.buckets(
-                tough, stops, "adversarial", plan.design.confidence, plan.seed
+        # drafts change no distribution
+        same = {v.name: (v.pool, v.read) for v in plan.candidates}
+        distinct = list({same[v.name]: v for v in plan.candidates}.values())
+        served, tough = (
+            {same[name]: moved for name, moved in found.items()}
+            for found in (
+                quality.drifts(subject.model, r, plan.baseline, distinct) for r in (rows, hard)
             )
+        )
+        level, seed = plan.design.confidence, plan.seed
+        for variant in plan.candidates:
+            mine, adverse = served[same[variant.name]], tough[same[variant.name]]
             yield quality.Quality(
                 cohort=cohort.name,
                 variant=variant.name,
-                buckets=buckets,
-                p99_logprob=quality.tail([*served, *tough], plan.design.confidence, plan.seed),
+                buckets=quality.buckets(mine, stops, "replies", level, seed)
+                + quality.buckets(adverse, stops, "adversarial", level, seed),
+                p99_logprob=quality.tail([*mine, *adverse], level, seed),
                 scores=quality.grade(target.graders, jobs, spoken[variant.name], spoken[base]),
             )
             self._show.tick(f"{cohort.name}, {variant.name}")

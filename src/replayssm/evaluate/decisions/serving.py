@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from replayssm.engine.speculative import AcceptanceStats
-    from replayssm.evaluate.decisions.plan import Slo
+    from replayssm.evaluate.decisions.tables import Slo
 
 # a clock that was asked to wait until an instant may stop a rounding error short of it
 INSTANT = 1e-9

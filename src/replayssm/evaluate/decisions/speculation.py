@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from replayssm.evaluate.decisions.experiment import Experiment
-    from replayssm.evaluate.decisions.plan import Cohort, RolloutPlan, Variant
+    from replayssm.evaluate.decisions.plan import RolloutPlan
+    from replayssm.evaluate.decisions.tables import Cohort, Variant
 
 QUESTION = "Do drafts pay for this traffic?"
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from replayssm.evaluate.decisions.plan import Cohort, RolloutPlan
+    from replayssm.evaluate.decisions.plan import RolloutPlan
+    from replayssm.evaluate.decisions.tables import Cohort
     from replayssm.evaluate.subject import Subject
     from replayssm.traffic.trace import Trace
 

@@ -8,9 +8,9 @@ from markupsafe import Markup
 
 from replayssm.evaluate.checks import Status
 from replayssm.evaluate.decisions.result import dump
+from replayssm.evaluate.report import outcome_tables, words
 from replayssm.evaluate.report import rollout_plots as plots
 from replayssm.evaluate.report import rollout_tables as tables
-from replayssm.evaluate.report import words
 from replayssm.evaluate.report.build import read_part, template, write_page
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ TABLES = {
     "acceptances": tables.acceptances,
     "buckets": tables.buckets,
     "scores": tables.scores,
-    "whole": tables.whole,
-    "latencies": tables.latencies,
-    "flush_costs": tables.flush_costs,
-    "operations": tables.operations,
+    "whole": outcome_tables.whole,
+    "latencies": outcome_tables.latencies,
+    "flush_costs": outcome_tables.flush_costs,
+    "operations": outcome_tables.operations,
     "manifest": tables.manifest,
 }
 DRAWN = {
@@ -125,9 +125,10 @@ def _marks(result: Rollout, verdict: CohortVerdict) -> dict[str, Markup]:
     marks = {}
     for d in result.decisions:
         found = d.about(verdict.cohort, verdict.considered)
-        if found is None:
-            continue
-        marks[d.name] = chip(found.status.value)
-        if not found.required:
+        if found is None or (d.name == "outcome" and result.outcome is None):
+            marks[d.name] = Markup('<span class="chip">not reached</span>')
+        elif not found.required:
             marks[d.name] = Markup('<span class="chip">not needed</span>')
+        else:
+            marks[d.name] = chip(found.status.value)
     return marks

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from replayssm.evaluate.decisions.outcome import Latencies, Timeline
-    from replayssm.evaluate.decisions.plan import Cohort
     from replayssm.evaluate.decisions.result import Rollout
+    from replayssm.evaluate.decisions.tables import Cohort
 
 BETTER, WORSE = SERIES[2], SERIES[6]
 FLOOR = 1e-9
