@@ -156,7 +156,9 @@ def last_log_probs(
 ) -> NDArray[np.float64]:
     """Return a variant's log-probabilities of a continuation's last token, ``[vocabulary]``."""
     with one_thread(), _carrying(model, variant) as own:
-        return log_probs(own, prompt, continuation, block_of(variant.window))[-1]
+        found = log_probs(own, prompt, continuation, block_of(variant.window))
+    last: NDArray[np.float64] = found[-1]
+    return last
 
 
 def adversarial(subject: Subject, length: int, count: int, seed: int) -> list[list[int]]:
