@@ -15,6 +15,8 @@ from replayssm.cli.output import ExitCode, make_folder, print_json
 from replayssm.errors import ContractError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from replayssm.traffic.energy import Energy
     from replayssm.traffic.http import Endpoint, HttpOptions
     from replayssm.traffic.prompts import Prompts
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(name="bench", help="Load: serve, client, null-server.", no_args_is_help=True)
 
+PRIVATE = ("--header", "--base-url")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 BaseUrl = Annotated[str, typer.Option(help="Address of the server.")]
@@ -255,4 +258,17 @@ def _config(options: HttpOptions, settings: Settings, prompts: Prompts) -> dict[
 def _manifest(seed: int) -> dict[str, object]:
     from replayssm.evaluate.manifest import collect
 
-    return asdict(collect(seed=seed))
+    found = asdict(collect(seed=seed))
+    return {**found, "argv": _redacted(found["argv"])}
+
+
+def _redacted(argv: Sequence[str]) -> list[str]:
+    """Leave keys and hosts out of a command line."""
+    shown: list[str] = []
+    for word in argv:
+        option, equals, _ = word.partition("=")
+        if shown and shown[-1] in PRIVATE:
+            shown.append("...")
+        else:
+            shown.append(f"{option}=..." if equals and option in PRIVATE else word)
+    return shown
