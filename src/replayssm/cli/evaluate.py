@@ -122,13 +122,15 @@ def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:
 def _run(name: str, plan: Plan, folder: Path, label: str, *, quiet: bool) -> Result:
     from replayssm.cli import progress
     from replayssm.evaluate import result as results
+    from replayssm.evaluate.ahead import compiled_ahead
     from replayssm.evaluate.report import write
     from replayssm.evaluate.run import evaluate as run
     from replayssm.evaluate.subject import load
 
     quiet_transformers()
-    with progress.choose(quiet, label) as show:
-        found = run(load(name), plan, show)
+    subject = load(name)
+    with progress.choose(quiet, label) as show, compiled_ahead(subject, plan) as ready:
+        found = run(subject, plan, show, ready)
     folder.mkdir(parents=True, exist_ok=True)
     results.write(found, folder)
     write(found, folder)

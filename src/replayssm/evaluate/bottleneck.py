@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from replayssm.evaluate.session import Session, enabled
+from replayssm.evaluate.session import Session, enabled, twin
 from replayssm.evaluate.stats import Estimate, mean_t, paired_ratio
 from replayssm.evaluate.subject import Subject, held_out, one_geometry
 from replayssm.evaluate.timing import interleave
@@ -114,13 +113,6 @@ def largest_batch(subject: Subject, plan: Plan) -> tuple[int, str]:
     if fits > MAX_BATCH:
         return MAX_BATCH, f"{size}; capped at {MAX_BATCH} to bound the run"
     return max(1, fits), size
-
-
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of its own that shares every parameter and buffer with ``model``."""
-    shared: dict[int, object] = {id(p): p for p in model.parameters()}
-    shared.update({id(b): b for b in model.buffers()})
-    return copy.deepcopy(model, shared)
 
 
 class _MixerClock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,13 @@ def enabled(
         self_test=False,
     ) as handle:
         yield handle
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of its own that shares every parameter and buffer with ``model``."""
+    shared: dict[int, object] = {id(p): p for p in model.parameters()}
+    shared.update({id(b): b for b in model.buffers()})
+    return copy.deepcopy(model, shared)
 
 
 @contextmanager
