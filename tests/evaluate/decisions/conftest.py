@@ -123,7 +123,7 @@ class FakeBackend:
 
     def operations(self, server, canary, *, drill):
         return Operations(
-            True if drill else None, ("non-finite output: tripped",), 64, 64 - self.leak, True
+            True if drill else None, ("non-finite: passed, tripped",), 64, 64 - self.leak, True
         )
 
 

@@ -234,7 +234,9 @@ def _checks(plan: RolloutPlan, found: Outcome) -> tuple[Check, ...]:
     ]
     if target.drill:
         is_done = {True: Status.PASS, False: Status.FAIL, None: Status.OPEN}
-        note = "; ".join(operations.drill) or "not rehearsed"
+        failed = [line for line in operations.drill if ": passed" not in line]
+        count = f"{len(operations.drill) - len(failed)} of {len(operations.drill)} rehearsals passed"
+        note = "; ".join([count, *failed]) if operations.drill else "not rehearsed"
         checks.append(Check("fallback drill", is_done[operations.drilled], 0.0, None, note))
     if target.step_p99_over_p50 is not None:
         checks.append(_spikes(target.step_p99_over_p50, found))
