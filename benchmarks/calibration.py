@@ -34,6 +34,7 @@ from replayssm.engine.clock import MonotonicClock, VirtualClock, Work
 from replayssm.engine.engine import Engine
 from replayssm.engine.request import STANDARD, Limits, Request
 from replayssm.evaluate.decisions import quality
+from replayssm.evaluate.decisions.driving import Driver
 from replayssm.evaluate.decisions.paired import (
     Comparison,
     careful_spread,
@@ -41,7 +42,7 @@ from replayssm.evaluate.decisions.paired import (
     log_ratios,
     pairs_for_effect,
 )
-from replayssm.evaluate.decisions.serving import Driver, Job
+from replayssm.evaluate.decisions.serving import Job
 from replayssm.evaluate.decisions.tables import Variant
 from replayssm.evaluate.subject import Subject, load
 from replayssm.state import StatePool

@@ -1,4 +1,4 @@
-"""``evaluate --plan``, ``compare`` and ``report`` from plan to exit code, on a random tiny model."""
+"""``evaluate --plan``, ``compare`` and ``report`` from plan to exit code, on a random model."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def test_a_plan_is_evaluated_compared_and_reported(run, desk):
     )
     names = {p.name for p in out.iterdir()}
     assert names == {
-        "manifest.json", "result.json", "routing.json", "report.html", "findings.csv", "runs.csv"
+        "manifest.json", "result.json", "routing.json", "report.html", "findings.csv", "runs.csv",
+        "requests",
     }  # fmt: skip
     from replayssm.engine.routing import Routing
 

@@ -67,6 +67,7 @@ def _run(plan: RolloutPlan, folder: Path, out: Path, *, quiet: bool) -> Rollout:
     from replayssm.evaluate.decisions.workload import read_workload
     from replayssm.evaluate.report import write_rollout
     from replayssm.evaluate.subject import load
+    from replayssm.traffic.files import write_records
 
     quiet_transformers()
     find(plan.decisions.precision.graders)
@@ -74,8 +75,13 @@ def _run(plan: RolloutPlan, folder: Path, out: Path, *, quiet: bool) -> Rollout:
     workload = read_workload(plan, folder, subject)
     stamp = results.stamp(plan, _manifest(plan, subject), out)
     with progress.choose(quiet, weights=PARTS) as show, Embedded(subject, plan) as backend:
-        result = Rollouts(subject, stamp, backend, workload, show).run()
+        rollouts = Rollouts(subject, stamp, backend, workload, show)
+        result = rollouts.run()
     results.write(result, out)
+    for routing, records in rollouts.records.items():
+        own = out / "requests" / routing
+        own.mkdir(parents=True, exist_ok=True)
+        write_records(records, own)
     write_routing(result.routing, out)
     write_rollout(result, out)
     return result

@@ -13,9 +13,10 @@ pytest.importorskip("pydantic")
 pytest.importorskip("scipy")
 
 from replayssm.engine.speculative import AcceptanceStats
+from replayssm.evaluate.decisions.driving import Driver
 from replayssm.evaluate.decisions.outcome import Operations
 from replayssm.evaluate.decisions.plan import parse_plan
-from replayssm.evaluate.decisions.serving import Driver, Job
+from replayssm.evaluate.decisions.serving import Job
 
 
 @dataclass

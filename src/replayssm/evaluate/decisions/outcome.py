@@ -137,9 +137,9 @@ def latencies(cohort: str, routing: str, runs: Sequence[Run]) -> Latencies:
         cohort=cohort,
         routing=routing,
         n=len(mine),
-        ttft=_quantiles([s.ttft for s in mine]),
-        tpot=_quantiles([s.tpot for s in mine if s.tpot is not None]),
-        e2el=_quantiles([s.e2el for s in mine]),
+        ttft=_quantiles([s.record.ttft_scheduled for s in mine]),
+        tpot=_quantiles([s.record.tpot for s in mine]),
+        e2el=_quantiles([s.record.e2el_scheduled for s in mine]),
     )
 
 
@@ -235,7 +235,9 @@ def _checks(plan: RolloutPlan, found: Outcome) -> tuple[Check, ...]:
     if target.drill:
         is_done = {True: Status.PASS, False: Status.FAIL, None: Status.OPEN}
         failed = [line for line in operations.drill if ": passed" not in line]
-        count = f"{len(operations.drill) - len(failed)} of {len(operations.drill)} rehearsals passed"
+        count = (
+            f"{len(operations.drill) - len(failed)} of {len(operations.drill)} rehearsals passed"
+        )
         note = "; ".join([count, *failed]) if operations.drill else "not rehearsed"
         checks.append(Check("fallback drill", is_done[operations.drilled], 0.0, None, note))
     if target.step_p99_over_p50 is not None:
@@ -258,8 +260,9 @@ def _counted(n: int) -> Estimate:
     return Estimate(float(n), float(n), float(n), 1, "counted")
 
 
-def _quantiles(seconds: Sequence[float]) -> tuple[float, ...]:
-    if not seconds:
+def _quantiles(seconds: Sequence[float | None]) -> tuple[float, ...]:
+    known = [s for s in seconds if s is not None]
+    if not known:
         return ()
-    at = np.linspace(0, 1, min(POINTS, len(seconds)))
-    return tuple(float(x) * 1e3 for x in np.quantile(seconds, at))
+    at = np.linspace(0, 1, min(POINTS, len(known)))
+    return tuple(float(x) * 1e3 for x in np.quantile(known, at))

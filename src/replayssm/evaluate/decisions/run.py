@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from replayssm.evaluate.decisions.tables import Cohort, Variant
     from replayssm.evaluate.decisions.workload import Workload
     from replayssm.evaluate.subject import Subject
+    from replayssm.traffic.record import Record
 
 # names of the parts, and the share of a run's time that each usually takes
 PARTS = {
@@ -70,6 +71,9 @@ class Rollouts:
         backend: Makes servers.
         workload: Makes jobs.
         progress: Where to report.
+
+    Attributes:
+        records: One record per request of the whole replay, by routing, filled by :meth:`run`.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class Rollouts:
         self._servers = {v.name: backend.server(v) for v in stamp.plan.variants}
         self._histograms: dict[tuple[str, str], list[int]] = defaultdict(list)
         self._tokens: dict[str, dict[str, dict[str, tuple[int, ...]]]] = {}
+        self.records: dict[str, list[Record]] = {}
 
     def run(self) -> Rollout:
         """Run every part and judge."""
@@ -265,6 +270,9 @@ class Rollouts:
             keep=lambda name, _, run: runs[name].append(run),
             tick=self._show.tick,
         )
+        self.records = {
+            name: [s.record for run in found for s in run.served] for name, found in runs.items()
+        }
         costs = [outcome.flush_cost(name, found[-1].steps) for name, found in runs.items()]
         return outcome.Outcome(
             experiments=experiments,

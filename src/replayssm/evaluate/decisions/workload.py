@@ -149,5 +149,5 @@ def jobs_of(plan: RolloutPlan, trace: Trace, subject: Subject, prompts: Prompts)
             )
         text = subject.decode(ids) if request.text is None else request.text
         cohort = assign(plan, request.cohort, len(ids), request.output_tokens)
-        found.append(Job(f"r{i}", at, tuple(ids), request.output_tokens, cohort, text))
+        found.append(Job(f"r{i}", at, tuple(ids), request.output_tokens, cohort, text, i))
     return found
