@@ -11,11 +11,11 @@ from replayssm.engine.drill import Drill
 from replayssm.engine.engine import Engine
 from replayssm.engine.request import STANDARD, Limits, Request, Route
 from replayssm.errors import ContractError
-from replayssm.evaluate.bottleneck import twin
 from replayssm.evaluate.decisions.driving import Driver
 from replayssm.evaluate.decisions.outcome import Operations
 from replayssm.evaluate.decisions.routing import RouteRow, route_of
 from replayssm.evaluate.decisions.serving import Job
+from replayssm.evaluate.session import twin
 from replayssm.ring import RingSpec
 
 if TYPE_CHECKING:

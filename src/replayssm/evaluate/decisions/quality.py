@@ -21,10 +21,9 @@ import numpy as np
 import torch
 
 from replayssm.evaluate.arms import Arm
-from replayssm.evaluate.bottleneck import twin
 from replayssm.evaluate.decisions import graders
 from replayssm.evaluate.probes import key_value_facts
-from replayssm.evaluate.session import Session, enabled, one_thread
+from replayssm.evaluate.session import Session, enabled, one_thread, twin
 from replayssm.evaluate.stats import TAIL_MINIMUM, Estimate, paired_drop
 
 if TYPE_CHECKING:
