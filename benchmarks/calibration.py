@@ -12,8 +12,9 @@ Prints, and writes results/calibration.json beside this file. What it does:
   and one in which it does not; both with 5 % of noise in every run.
 * ``planted``: a live engine whose candidate waits 5 % of every step. The pilot's spread says how
   many pairs are needed; they are run.
-* ``precision``: a write strength that is 1 % too large, and a decay that is 0.5 % too weak, against
-  the margin of the example's plan, next to the same variant without a fault.
+* ``precision``: write strengths that are too large and decays that are too weak (whose error
+  grows along the context), small ones and large ones, against the margins of the example's plan.
+  Decision 2 compares logits step by step and sees small faults; decision 5 asks if they matter.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ from cpu_kernels import environment
 from replayssm.engine.clock import MonotonicClock, VirtualClock, Work
 from replayssm.engine.engine import Engine
 from replayssm.engine.request import STANDARD, Limits, Request
+from replayssm.evaluate import compatibility
+from replayssm.evaluate.arms import STANDARD as STANDARD_ARM
+from replayssm.evaluate.checks import Status
 from replayssm.evaluate.decisions import quality
 from replayssm.evaluate.decisions.driving import Driver
 from replayssm.evaluate.decisions.paired import (
     Comparison,
+    at_most,
     careful_spread,
     compare,
     log_ratios,
@@ -44,15 +49,16 @@ from replayssm.evaluate.decisions.paired import (
 )
 from replayssm.evaluate.decisions.serving import Job
 from replayssm.evaluate.decisions.tables import Variant
+from replayssm.evaluate.plan import Plan, Scope
 from replayssm.evaluate.subject import Subject, load
 from replayssm.state import StatePool
 from replayssm.types import Block
 
 RESULT = Path(__file__).parent / "results" / "calibration.json"
-MODEL, PROMPT, OUTPUT, ROWS = "gdn-tiny", 24, 12, 2
+MODEL, PROMPT, OUTPUT, ROWS = "gdn-tiny", 16, 6, 1
 PAIRS, RESAMPLED, LIVE, VIRTUAL = 8, 2000, 20, 200
 SLOWER, NOISE = 0.05, 0.05
-MARGIN = 0.002
+MARGIN, LOGIT_MARGIN = 0.002, 1e-3
 BASELINE = Variant(name="standard", path="standard", state="f32")
 CANDIDATE = Variant(name="s32-full", path="replay", state="s32")
 Run = Callable[[], float]
@@ -163,30 +169,46 @@ def planted(change: Callable[[Block], Block]) -> Iterator[None]:
         StatePool.step_ = honest  # type: ignore[method-assign]
 
 
-def precision(subject: Subject) -> dict[str, dict[str, float]]:
-    """Return mean KL with its interval for the honest variant and with each fault."""
-    faults: dict[str, Callable[[Block], Block]] = {
-        "none": lambda b: b,
-        "write strength 1 % too large": lambda b: Block(b.q, b.k, b.v, b.g, b.w * 1.01),
-        "decay 0.5 % too weak": lambda b: Block(b.q, b.k, b.v, b.g * 0.995, b.w),
+def precision(subject: Subject) -> dict[str, dict[str, float | bool]]:
+    """Return what decisions 2 and 5 see of the honest variant and of each fault."""
+
+    def write(factor: float) -> Callable[[Block], Block]:
+        return lambda b: Block(b.q, b.k, b.v, b.g, b.w * factor)
+
+    def decay(factor: float) -> Callable[[Block], Block]:
+        return lambda b: Block(b.q, b.k, b.v, b.g * factor, b.w)
+
+    faults = {
+        "none": write(1.0),
+        "write strength 1 % too large": write(1.01),
+        "write strength 30 % too large": write(1.3),
+        "decay 0.5 % too weak": decay(0.995),
+        "decay 30 % too weak": decay(0.7),
     }
+    return {name: seen(subject, change) for name, change in faults.items()}
+
+
+def seen(subject: Subject, change: Callable[[Block], Block]) -> dict[str, float | bool]:
+    """Return the numbers of decisions 2 and 5 with a fault planted, and whether each catches it."""
     rows = [(ids[:64], ids[64:]) for ids in quality.adversarial(subject, 1024, 6, 0)]
-    found = {}
-    for name, change in faults.items():
-        with planted(change):
-            moved = quality.drifts(subject.model, rows, BASELINE, [CANDIDATE])["s32-full"]
-        (bucket,) = quality.buckets(moved, (1024,), "adversarial", 0.95, 0)
-        kl = bucket.mean_kl
-        early = float(np.mean([d.kl[:128].mean() for d in moved]))
-        late = float(np.mean([d.kl[-128:].mean() for d in moved]))
-        found[name] = {
-            "mean_kl": kl.value,
-            "low": kl.low,
-            "high": kl.high,
-            "first_128": early,
-            "last_128": late,
-        }
-    return found
+    scope = Scope(steps=128, prefills=(16,))
+    plan = Plan(MODEL, (STANDARD_ARM, quality.arm_of(CANDIDATE)), scope=scope)
+    with planted(change):
+        moved = quality.drifts(subject.model, rows, BASELINE, [CANDIDATE])["s32-full"]
+        agreements = compatibility.run(subject, plan, lambda _: None).agreements
+    (bucket,) = quality.buckets(moved, (1024,), "adversarial", 0.95, 0)
+    kl = bucket.mean_kl
+    error = max(a.logit_error for a in agreements if a.arm == "s32-full")
+    return {
+        "logit_error": error,
+        "caught_by_2": error > LOGIT_MARGIN,
+        "mean_kl": kl.value,
+        "low": kl.low,
+        "high": kl.high,
+        "caught_by_5": at_most(kl, MARGIN) is not Status.PASS,
+        "first_128": float(np.mean([d.kl[:128].mean() for d in moved])),
+        "last_128": float(np.mean([d.kl[-128:].mean() for d in moved])),
+    }
 
 
 def told(comparison: Comparison) -> dict[str, float]:

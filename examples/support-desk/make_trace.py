@@ -19,10 +19,10 @@ from replayssm.traffic.formats import canonical
 from replayssm.traffic.trace import Provenance, Trace, TraceRequest
 
 SEED = 11
-SPAN_S = 6.0
+SPAN_S = 3.0
 QUESTION = "\n# What is the pass key? The pass key is "
 # cohort: requests in the trace, tokens of history, tokens of the reply
-TICKETS = {"day-pool": (32, (40, 90), 24), "long-history": (12, (700, 1100), 24)}
+TICKETS = {"day-pool": (32, (40, 90), 16), "long-history": (12, (400, 700), 16)}
 LETTERS = (8, 3, 48)
 
 

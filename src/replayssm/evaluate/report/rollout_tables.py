@@ -276,22 +276,21 @@ def buckets(result: Rollout) -> Table:
 
 
 def scores(result: Rollout) -> Table:
-    """Graders."""
-    rows = [
-        (
-            q.cohort,
-            q.variant,
-            s.grader,
-            str(s.graded),
-            f"{s.baseline}",
-            f"{s.variant}",
-            percent_range(s.drop),
-        )
-        for q in result.qualities
-        for s in q.scores
-    ]
-    columns = ("cohort", "variant", "grader", "graded", "baseline passed", "variant passed", "drop")
-    return Table(columns, tuple(rows), "Drop: share of replies lost, in pairs (Tango's interval).")
+    """Graders: one row a cohort and rule, one column a variant."""
+    names = [v.name for v in result.plan.candidates]
+    found = {(q.cohort, s.grader, q.variant): s for q in result.qualities for s in q.scores}
+    rows = []
+    for cohort, grader in dict.fromkeys((c, g) for c, g, _ in found):
+        mine = [found[cohort, grader, name] for name in names]
+        if not mine[0].graded:
+            continue
+        cells = [f"{s.variant}, drop {percent_range(s.drop, 0)}" for s in mine]
+        rows.append((cohort, grader, str(mine[0].graded), str(mine[0].baseline), *cells))
+    notes = (
+        "Replies that pass. Drop: share of replies lost, in pairs (Tango's interval). Rules that "
+        "apply to no reply of a cohort are left out."
+    )
+    return Table(("cohort", "grader", "graded", "baseline", *names), tuple(rows), notes)
 
 
 def planned_cohorts(plan: RolloutPlan) -> Table:
