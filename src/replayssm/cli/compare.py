@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replayssm.cli.output import JSON_OPTION, console, print_json, print_table
+from replayssm.cli.output import JSON_OPTION, ExitCode, console, print_json, print_table
 from replayssm.cli.rollout import code_of_status
+
+if TYPE_CHECKING:
+    from replayssm.evaluate.decisions.compare import Changes
 
 
 def compare(
@@ -22,41 +25,49 @@ def compare(
     """
     from replayssm.evaluate.decisions.compare import compare_results
     from replayssm.evaluate.decisions.result import read
-    from replayssm.evaluate.report.words import ratio_range
 
     changes = compare_results(read(a), read(b))
     code = code_of_status(changes.status)
     if as_json:
-        print_json(
+        print_json(_fields(changes, code))
+    else:
+        _print(changes)
+    raise typer.Exit(int(code))
+
+
+def _fields(changes: Changes, code: ExitCode) -> dict[str, object]:
+    return {
+        "schema_version": 1,
+        "exit_code": int(code),
+        "conditions": list(changes.conditions),
+        "missing": list(changes.missing),
+        "cohorts": [
             {
-                "schema_version": 1,
-                "exit_code": int(code),
-                "conditions": list(changes.conditions),
-                "missing": list(changes.missing),
-                "cohorts": [
-                    {
-                        "cohort": c.cohort,
-                        "before": c.before.value,
-                        "after": c.after.value,
-                        "route_before": c.route_before,
-                        "route_after": c.route_after,
-                    }
-                    for c in changes.cohorts
-                ],
-                "metrics": [
-                    {
-                        "cohort": m.cohort,
-                        "variant": m.variant,
-                        "metric": m.metric,
-                        "ratio": m.ratio.value,
-                        "low": m.ratio.low,
-                        "high": m.ratio.high,
-                    }
-                    for m in changes.metrics
-                ],
+                "cohort": c.cohort,
+                "before": c.before.value,
+                "after": c.after.value,
+                "route_before": c.route_before,
+                "route_after": c.route_after,
             }
-        )
-        raise typer.Exit(int(code))
+            for c in changes.cohorts
+        ],
+        "metrics": [
+            {
+                "cohort": m.cohort,
+                "variant": m.variant,
+                "metric": m.metric,
+                "ratio": m.ratio.value,
+                "low": m.ratio.low,
+                "high": m.ratio.high,
+            }
+            for m in changes.metrics
+        ],
+    }
+
+
+def _print(changes: Changes) -> None:
+    from replayssm.evaluate.report.words import ratio_range
+
     out = console()
     for line in (*changes.conditions, *changes.missing):
         out.print(f"Note: {line}", style="dim")
@@ -72,4 +83,3 @@ def compare(
         ("cohort", "variant", "metric", "B against A"),
         [(m.cohort, m.variant, m.metric, ratio_range(m.ratio)) for m in changes.metrics],
     )
-    raise typer.Exit(int(code))

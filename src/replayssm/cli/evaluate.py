@@ -82,6 +82,11 @@ def evaluate(
         results[plan.model] = _run(name, plan, folder, label, quiet=quiet)
         if not as_json:
             _print(results[plan.model], folder)
+    raise typer.Exit(int(_finish(results, out, as_json=as_json)))
+
+
+def _finish(results: dict[str, Result], out: Path, *, as_json: bool) -> ExitCode:
+    """Write the overview of several models, say how it went and return the exit code."""
     if len(results) > 1:
         from replayssm.evaluate.report import write_overview
 
@@ -94,7 +99,7 @@ def evaluate(
         if code is not ExitCode.OK:
             told += " Speculation is judged apart and may still pay."
         console().print(told, style="dim")
-    raise typer.Exit(int(code))
+    return code
 
 
 def _only_plan(**others: object) -> None:
