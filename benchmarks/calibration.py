@@ -55,7 +55,7 @@ from replayssm.state import StatePool
 from replayssm.types import Block
 
 RESULT = Path(__file__).parent / "results" / "calibration.json"
-MODEL, PROMPT, OUTPUT, ROWS = "gdn-tiny", 16, 6, 1
+MODEL, PROMPT, OUTPUT, ROWS = "gdn-tiny", 16, 6, 2
 PAIRS, RESAMPLED, LIVE, VIRTUAL = 8, 2000, 20, 200
 SLOWER, NOISE = 0.05, 0.05
 MARGIN, LOGIT_MARGIN = 0.002, 1e-3
@@ -222,7 +222,7 @@ def live(subject: Subject) -> dict[str, object]:
     a, b, slow = server(subject), server(subject), server(subject, lag=SLOWER)
     for run in (a, b, slow):
         run()
-    series = [a() for _ in range(160)]
+    series = [a() for _ in range(120)]
     calm = sum(not compare(paired(a, b, PAIRS)).differs for _ in range(LIVE))
     pilot = paired(a, slow, PAIRS)
     wanted = pairs_for_effect(careful_spread(pilot), SLOWER, confidence=0.95, power=0.8)

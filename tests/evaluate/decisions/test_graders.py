@@ -68,7 +68,9 @@ def test_replies_are_counted_in_pairs():
     jobs = [Job(str(i), 0.0, (1,), 1, "c", PROMPT) for i in range(20)]
     good = {job.id: "4711." for job in jobs}
     worse = {**good, "3": "4712.", "4": "no"}
-    (score,) = grade(("facts",), jobs, worse, good)
+    (score,) = grade(("facts",), jobs, worse, good, (1, 8))
     assert (score.graded, score.baseline, score.variant) == (20, 20, 18)
     assert score.drop.value == pytest.approx(0.1)
     assert score.drop.low < 0.1 < score.drop.high
+    (only,) = score.lengths
+    assert (only.stop, only.graded, only.baseline, only.variant) == (8, 20, 20, 18)

@@ -6,6 +6,7 @@ and a virtual one.
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -57,7 +58,17 @@ class Driver:
         self.engine, self._request, self._wait = engine, request, wait
 
     def run(self, jobs: Sequence[Job], in_flight: int | None = None) -> Run:
-        """Serve every job; see :class:`Server`."""
+        """Serve every job; see :class:`~replayssm.evaluate.decisions.serving.Server`."""
+        enabled = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            return self._run(jobs, in_flight)
+        finally:
+            if enabled:
+                gc.enable()
+
+    def _run(self, jobs: Sequence[Job], in_flight: int | None) -> Run:
         engine, zero = self.engine, self.engine.clock.now()
         waiting = deque(sorted(jobs, key=lambda job: job.at))
         running: dict[str, _Open] = {}

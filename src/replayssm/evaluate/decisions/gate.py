@@ -118,7 +118,7 @@ def _judge(
             f"{considered.name} passed, but the pool that serves the other cohorts best differs"
         )
     else:
-        reason = _reason(status, considered, [f for f in findings.values() if f is not None])
+        reason = _reason(status, considered, findings)
     undecided = [f.more for f in findings.values() if f is not None and f.status is Status.OPEN]
     known = [n for n in undecided if n is not None]
     return CohortVerdict(
@@ -155,11 +155,12 @@ def _gain(decisions: Sequence[Decision], cohort: str, variant: str) -> float:
     return -math.inf
 
 
-def _reason(status: Status, variant: Variant, findings: Sequence[Finding]) -> str:
-    needed = [f for f in findings if f.required]
+def _reason(status: Status, variant: Variant, findings: Mapping[str, Finding | None]) -> str:
     if status is Status.PASS:
-        return f"{variant.name} passed every decision it stands by"
-    blocking = [f for f in needed if f.status is status]
+        gain = findings[RANKED_BY]
+        told = "" if gain is None else f": {gain.reason}"
+        return f"{variant.name} passed every decision it stands by{told}"
+    blocking = [f for f in findings.values() if f is not None and f.required and f.status is status]
     told = "; ".join(f.reason for f in blocking)
     word = "failed" if status is Status.FAIL else "is undecided"
     return f"{variant.name} {word}: {told}" if told else f"{variant.name} {word}"

@@ -77,6 +77,23 @@ class LengthBucket:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthScore:
+    """One grader on the replies to prompts of one length.
+
+    Attributes:
+        stop: Upper end of the bucket, tokens of prompt and reply.
+        graded: Replies that its rule applies to.
+        baseline: Of them, passed by the baseline.
+        variant: Of them, passed by the variant.
+    """
+
+    stop: int
+    graded: int
+    baseline: int
+    variant: int
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """One grader on all replies of a cohort.
 
@@ -86,6 +103,7 @@ class Score:
         baseline: Of them, passed by the baseline.
         variant: Of them, passed by the variant.
         drop: Share lost, reply by reply; None where no rule applied.
+        lengths: The same counts by length.
     """
 
     grader: str
@@ -93,6 +111,7 @@ class Score:
     baseline: int
     variant: int
     drop: Estimate | None
+    lengths: tuple[LengthScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +242,7 @@ def grade(
     jobs: Sequence[Job],
     replies: Mapping[str, str],
     references: Mapping[str, str],
+    stops: Sequence[int] = (),
 ) -> tuple[Score, ...]:
     """Grade every reply by every rule, in pairs with the baseline's.
 
@@ -231,21 +251,26 @@ def grade(
         jobs: What was asked.
         replies: The variant's replies by job.
         references: The baseline's.
+        stops: Upper ends of length buckets, ascending.
     """
     scores = []
     for name, grader in graders.find(names).items():
-        lost = won = right = kept = graded = 0
+        pairs: list[tuple[int, bool, bool]] = []
         for job in jobs:
             reference = references[job.id]
             mine = grader(graders.Ticket(job.text, replies[job.id], reference))
             theirs = grader(graders.Ticket(job.text, reference, reference))
-            if mine is None or theirs is None:
-                continue
-            graded += 1
-            right, kept = right + theirs, kept + mine
-            lost, won = lost + (theirs and not mine), won + (mine and not theirs)
-        drop = paired_drop(lost, won, graded) if graded else None
-        scores.append(Score(name, graded, right, kept, drop))
+            if mine is not None and theirs is not None:
+                pairs.append((len(job.prompt) + job.output_tokens, bool(theirs), bool(mine)))
+        lost = sum(theirs and not mine for _, theirs, mine in pairs)
+        won = sum(mine and not theirs for _, theirs, mine in pairs)
+        drop = paired_drop(lost, won, len(pairs)) if pairs else None
+        lengths, start = [], 0
+        for stop in stops:
+            within = [pair for pair in pairs if start < pair[0] <= stop]
+            lengths.append(LengthScore(stop, *_passed(within)))
+            start = stop
+        scores.append(Score(name, *_passed(pairs), drop, tuple(x for x in lengths if x.graded)))
     return tuple(scores)
 
 
@@ -317,6 +342,11 @@ def _drift(
     kl = (np.exp(theirs) * (theirs - mine)).sum(-1).clip(min=0)
     at = np.arange(len(continuation)), np.array(continuation)
     return Drift(prompt + len(continuation), kl, np.abs(theirs[at] - mine[at]))
+
+
+def _passed(pairs: Sequence[tuple[int, bool, bool]]) -> tuple[int, int, int]:
+    """Return how many were graded, and passed by the baseline and by the variant."""
+    return len(pairs), sum(b for _, b, _ in pairs), sum(v for _, _, v in pairs)
 
 
 def _bucket(

@@ -247,7 +247,9 @@ class Rollouts:
                 buckets=quality.buckets(mine, stops, "replies", level, seed)
                 + quality.buckets(adverse, stops, "adversarial", level, seed),
                 p99_logprob=quality.tail([*mine, *adverse], level, seed),
-                scores=quality.grade(target.graders, jobs, spoken[variant.name], spoken[base]),
+                scores=quality.grade(
+                    target.graders, jobs, spoken[variant.name], spoken[base], stops
+                ),
             )
             self._show.tick(f"{cohort.name}, {variant.name}")
 

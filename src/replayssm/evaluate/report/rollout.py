@@ -39,6 +39,7 @@ TABLES = {
     "acceptances": tables.acceptances,
     "buckets": tables.buckets,
     "scores": tables.scores,
+    "scores_by_length": tables.scores_by_length,
     "whole": outcome_tables.whole,
     "latencies": outcome_tables.latencies,
     "flush_costs": outcome_tables.flush_costs,
@@ -70,6 +71,7 @@ SHOWN = {
     "precision": (
         ("Graded replies", "scores", True),
         ("Distributions by length", "buckets", False),
+        ("Graded replies by length", "scores_by_length", False),
     ),
     "outcome": (
         ("The whole replay", "whole", True),

@@ -293,6 +293,18 @@ def scores(result: Rollout) -> Table:
     return Table(("cohort", "grader", "graded", "baseline", *names), tuple(rows), notes)
 
 
+def scores_by_length(result: Rollout) -> Table:
+    """Graders by length of prompt and reply."""
+    rows = [
+        (q.cohort, q.variant, s.grader, str(x.stop), str(x.graded), str(x.baseline), str(x.variant))
+        for q in result.qualities
+        for s in q.scores
+        for x in s.lengths
+    ]
+    columns = ("cohort", "variant", "grader", "to tokens", "graded", "baseline", "variant")
+    return Table(columns, tuple(rows))
+
+
 def planned_cohorts(plan: RolloutPlan) -> Table:
     """The cohorts of the plan."""
     rows = tuple(
