@@ -13,8 +13,9 @@ from replayssm.traffic.drive import drive
 from replayssm.traffic.prompts import Prompts
 from replayssm.traffic.record import Status
 from replayssm.traffic.run import Settings
+from replayssm.traffic.sending import Sending
 from replayssm.traffic.summary import summarise
-from replayssm.traffic.target import Outcome, SendError
+from replayssm.traffic.target import Call, Outcome, SendError
 from replayssm.traffic.trace import Provenance, Trace, TraceRequest
 
 PROMPTS = Prompts(100, block_size=512)
@@ -236,6 +237,17 @@ def test_calls_are_made_out_before_they_are_due_but_not_all_at_once():
 
     go(trace(*(TraceRequest(0.1 * i, 4, 1) for i in range(200))), Looking())
     assert all(1 < n <= 40 for n in ahead[:-1])
+
+
+def test_a_prompt_is_let_go_of_once_it_was_sent():
+    async def main():
+        call = Call("r0", (1, 2), "text", 3, "default")
+        sending = Sending(TraceRequest(0.0, 2, 3), call, 0, 0, False, 0.0, 0.0)
+        await sending.run(Steady())
+        return sending.call
+
+    after = virtual.run(main())
+    assert (after.prompt_ids, after.text, after.request_id) == (None, None, "r0")
 
 
 def test_prompts_go_as_text_where_that_is_asked_for():

@@ -162,13 +162,15 @@ def test_a_cancelled_call_closes_the_connection():
 
 
 def test_completions_send_ids_and_what_was_asked_for():
-    *_, server = send(token(finish="stop"), headers={"X-Key": "k"}, extra_body={"top_k": 5})
+    options = {"headers": {"X-Key": "k"}, "extra_body": {"top_k": 5}, "send_cohort": True}
+    *_, server = send(token(finish="stop"), **options)
     ((path, body, headers),) = server.asked
     assert path == "/v1/completions"
     assert (body["prompt"], body["max_tokens"], body["model"]) == ([1, 2, 3], 4, "m")
     assert (body["temperature"], body["ignore_eos"], body["top_k"]) == (0.0, True, 5)
     assert body["stream"] is body["stream_options"]["include_usage"] is True
     assert headers["X-Key"] == "k"
+    assert body["cohort"] == "default"
 
 
 def test_chat_sends_a_message_and_no_ids():
@@ -176,7 +178,7 @@ def test_chat_sends_a_message_and_no_ids():
     ((path, body, _),) = server.asked
     assert path == "/v1/chat/completions"
     assert body["messages"] == [{"role": "user", "content": "one two three"}]
-    assert "ignore_eos" not in body
+    assert not {"ignore_eos", "cohort"} & set(body)
     with pytest.raises(ContractError, match="completions"):
         send(token(finish="stop"), endpoint=Endpoint.CHAT)
 

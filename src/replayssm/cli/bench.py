@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from replayssm.traffic.energy import Energy
     from replayssm.traffic.http import Endpoint, HttpOptions
     from replayssm.traffic.prompts import Prompts
-    from replayssm.traffic.result import About
     from replayssm.traffic.run import Run, Settings, Watch
-    from replayssm.traffic.slo import Slo
     from replayssm.traffic.trace import Trace
 
 app = typer.Typer(name="bench", help="Load: serve, client, null-server.", no_args_is_help=True)
@@ -50,6 +48,9 @@ Vocabulary = Annotated[int, typer.Option(help="Prompt ids are drawn below this."
 FirstId = Annotated[int, typer.Option(help="Smallest prompt id.")]
 AsText = Annotated[bool, typer.Option("--text", help="Prompts as text; chat always has them so.")]
 IgnoreEos = Annotated[bool, typer.Option(help="Ask for exactly the lengths of the trace.")]
+SendCohort = Annotated[
+    bool, typer.Option("--send-cohort", help="Tell the server the cohort of each request.")
+]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 TimeoutS = Annotated[
     float | None, typer.Option(help="Seconds until a request fails.", show_default="waits")
@@ -91,6 +92,7 @@ def serve(
     first_id: FirstId = 0,
     as_text: AsText = False,
     ignore_eos: IgnoreEos = True,
+    send_cohort: SendCohort = False,
     temperature: Temperature = 0.0,
     timeout_s: TimeoutS = None,
     header: Header = None,
@@ -114,7 +116,7 @@ def serve(
     limits, way = slo.parse(goodput or []), _endpoint(endpoint)
     options = HttpOptions(
         base_url, model, way, _pairs("--header", header), _object(extra_body), temperature,
-        ignore_eos, timeout_s,
+        ignore_eos, timeout_s, send_cohort,
     )  # fmt: skip
     load, _ = trace.read(path, skip_bad=skip_bad, seed=seed)
     use_text = as_text or way == "chat"
@@ -127,7 +129,7 @@ def serve(
     make_folder("--result-dir", result_dir)
     with load_progress.choose(quiet, len(load.requests)) as watch:
         ran, used = asyncio.run(_drive(load, options, prompts, settings, ready_timeout_s, watch))
-    _finish(ran, load, limits, used, about, result_dir, as_json=as_json)
+    load_output.finish(ran, load, limits, used, about, result_dir, as_json=as_json)
 
 
 @app.command("client")
@@ -149,6 +151,8 @@ def client(
     with load_progress.choose(quiet, round(request_rate * duration)) as watch:
         found = check(load, watch)
     code = ExitCode.OK if found.passes(request_rate, limit_ms) else ExitCode.GATE_FAILED
+    if found.lag_p99_ms is None:
+        code = ExitCode.INCONCLUSIVE
     if as_json:
         print_json({"exit_code": int(code), **asdict(found)})
     else:
@@ -187,35 +191,6 @@ async def _drive(
         return run, meter.stop()
     finally:
         await target.close()
-
-
-def _finish(
-    run: Run,
-    load: Trace,
-    limits: tuple[Slo, ...],
-    energy: Energy,
-    about: About,
-    folder: Path,
-    *,
-    as_json: bool,
-) -> None:
-    from replayssm.traffic import result
-    from replayssm.traffic.summary import summarise
-
-    summary = summarise(run.records, limits)
-    document = result.document(run, summary, load, energy, about)
-    result.write(folder, run, document)
-    code = ExitCode.OK
-    if not summary.total.requests["ok"]:
-        code = ExitCode.FAILURE
-    elif summary.schedule.degraded:
-        code = ExitCode.INCONCLUSIVE
-    if as_json:
-        flat = {k: v for k, v in document.items() if not isinstance(v, dict)}
-        print_json({"exit_code": int(code), **flat, "result": str(folder / result.RESULT)})
-    else:
-        load_output.show(summary, energy, folder)
-    raise typer.Exit(int(code))
 
 
 def _endpoint(name: str) -> Endpoint:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replayssm.cli.output import console, print_table
+import typer
+
+from replayssm.cli.output import ExitCode, console, print_json, print_table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from replayssm.traffic.energy import Energy
+    from replayssm.traffic.result import About
+    from replayssm.traffic.run import Run
     from replayssm.traffic.self_check import Check
+    from replayssm.traffic.slo import Slo
     from replayssm.traffic.summary import Distribution, Group, Summary
+    from replayssm.traffic.trace import Trace
 
 NAMES = {
     "ttft": "TTFT",
@@ -21,6 +27,36 @@ NAMES = {
     "e2el": "E2EL",
     "e2el_scheduled": "E2EL from schedule",
 }
+
+
+def finish(
+    run: Run,
+    load: Trace,
+    limits: tuple[Slo, ...],
+    energy: Energy,
+    about: About,
+    folder: Path,
+    *,
+    as_json: bool,
+) -> None:
+    """Summarise a run, write its files, print it, and end the command with its exit code."""
+    from replayssm.traffic import result
+    from replayssm.traffic.summary import summarise
+
+    summary = summarise(run.records, limits)
+    document = result.document(run, summary, load, energy, about)
+    result.write(folder, run, document)
+    code = ExitCode.OK
+    if not summary.total.requests["ok"]:
+        code = ExitCode.FAILURE
+    elif summary.schedule.degraded:
+        code = ExitCode.INCONCLUSIVE
+    if as_json:
+        flat = {k: v for k, v in document.items() if not isinstance(v, dict)}
+        print_json({"exit_code": int(code), **flat, "result": str(folder / result.RESULT)})
+    else:
+        show(summary, energy, folder)
+    raise typer.Exit(int(code))
 
 
 def show(summary: Summary, energy: Energy, folder: Path) -> None:
@@ -47,9 +83,9 @@ def show(summary: Summary, energy: Energy, folder: Path) -> None:
         "ok",
         "requests/s",
         "tokens/s",
-        "TTFT p50",
-        "TPOT p50",
-        "goodput",
+        "TTFT p50 ms",
+        "TPOT p50 ms",
+        "goodput/s",
         "in SLO",
     )
     print_table(columns, [_cohort(name, group) for name, group in groups.items()])

@@ -46,10 +46,14 @@ def cap_lengths(trace: Trace, max_input: int | None = None, max_output: int | No
     longest = max_input or max(r.prompt_tokens for r in trace.requests)
     most = max_output or max(r.output_tokens for r in trace.requests)
     cut = [_capped(r, longest, most, trace.block_size) for r in trace.requests]
-    prompts = sum(r.prompt_tokens > longest for r in trace.requests)
-    outputs = sum(r.output_tokens > most for r in trace.requests)
-    step = f"lengths capped: {prompts} prompts at {longest}, {outputs} outputs at {most}"
-    return trace.converted(cut, step)
+    done = []
+    if max_input is not None:
+        done.append(
+            f"{sum(r.prompt_tokens > longest for r in trace.requests)} prompts at {longest}"
+        )
+    if max_output is not None:
+        done.append(f"{sum(r.output_tokens > most for r in trace.requests)} outputs at {most}")
+    return trace.converted(cut, f"capped {' and '.join(done)}")
 
 
 def _capped(request: TraceRequest, longest: int, most: int, block: int) -> TraceRequest:

@@ -50,7 +50,7 @@ class Description:
     Attributes:
         requests: Requests.
         span_s: Seconds from the start to the last arrival.
-        rate: Arrivals per second over the span; None when all arrive at once.
+        rate: Arrivals per second from the first to the last; None when all arrive at once.
         gap_cv: Standard deviation of the gaps over their mean; 1 is Poisson. None under 3 requests.
         peak_rate: Most arrivals in any second of the clock.
         prompt: Tokens of prompts.
@@ -84,11 +84,12 @@ def describe(trace: Trace) -> Description:
     """Describe a trace that has requests."""
     requests = trace.requests
     at = np.array([r.at for r in requests])
-    gaps, mean = np.diff(at), trace.span / max(1, len(requests) - 1)
+    gaps = np.diff(at)
+    mean = float(gaps.sum()) / max(1, len(gaps))
     return Description(
         requests=len(requests),
         span_s=trace.span,
-        rate=(len(requests) - 1) / trace.span if trace.span > 0 else None,
+        rate=1 / mean if mean > 0 else None,
         gap_cv=float(gaps.std() / mean) if len(gaps) > 1 and mean > 0 else None,
         peak_rate=max(Counter(np.floor(at).tolist()).values()),
         prompt=_spread([r.prompt_tokens for r in requests]),

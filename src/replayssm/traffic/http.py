@@ -45,6 +45,7 @@ class HttpOptions:
         temperature: 0 is greedy.
         ignore_eos: Ask for exactly as many tokens as the trace says (vLLM's extension).
         timeout_s: Seconds until a request fails; None waits.
+        send_cohort: Tell the server the cohort of each request.
     """
 
     base_url: str
@@ -55,6 +56,7 @@ class HttpOptions:
     temperature: float = 0.0
     ignore_eos: bool = True
     timeout_s: float | None = None
+    send_cohort: bool = False
 
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
@@ -195,6 +197,8 @@ class HttpTarget:
             fields["messages"] = [{"role": "user", "content": call.text}]
         if options.ignore_eos:
             fields["ignore_eos"] = True
+        if options.send_cohort:
+            fields["cohort"] = call.cohort
         return json.dumps(fields | options.extra_body).encode()
 
 

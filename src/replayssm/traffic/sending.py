@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from replayssm.traffic.record import RESOLUTION, Record, Status, TokenClock
@@ -22,7 +22,7 @@ class Sending:
 
     Attributes:
         request: What the trace asks for.
-        call: What is sent.
+        call: What is sent; without its prompt once it is over.
         index: Place in the trace.
         turn: Turn of its session.
         is_warmup: Left out of statistics.
@@ -76,6 +76,8 @@ class Sending:
             self.status = self._stopped_as
         finally:
             self.end = max(now(), self.start, *self.clock.times[-1:])
+            # a long trace has more prompt tokens than fit into memory at once
+            self.call = replace(self.call, prompt_ids=None, text=None)
 
     def stop(self, status: Status) -> None:
         """Hang up; ``status`` says why."""
