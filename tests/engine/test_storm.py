@@ -13,7 +13,7 @@ from replayssm.engine.storm import Storm, StormPlan, is_near_tie
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gdn-tiny", "mamba2-tiny", "kda-tiny"])
 def test_nothing_is_lost_leaked_or_wrong(name: str) -> None:
-    plan = StormPlan(requests=300, slots=6, arrivals=2.0, swap=0.5, move=0.5)
+    plan = StormPlan(requests=300, slots=6, arrivals=2.0, swap=0.5, move=0.5, new_tokens=16)
     result = Storm(load(name), PROMPTS, plan).run()
     assert result.is_clean, result
     assert min(result.swaps, result.moves, result.cancelled, result.rollbacks) > 10

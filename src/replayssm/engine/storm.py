@@ -61,9 +61,9 @@ class StormPlan:
     cancel: float = 0.2
     swap: float = 0.3
     move: float = 0.3
-    slots: int = 32
-    arrivals: float = 8.0
-    new_tokens: int = 16
+    slots: int = 48
+    arrivals: float = 12.0
+    new_tokens: int = 8
     seed: int = 0
 
 
@@ -177,7 +177,7 @@ class Storm:
     def _engine(self, context: int) -> Engine:
         return Engine(
             self._model,
-            Limits(slots=self._plan.slots, context=context, prefill_chunk=96, quantum=8),
+            Limits(slots=self._plan.slots, context=context, prefill_chunk=256, quantum=4),
             state=Format.S32,
             ring=RingSpec(max_block=5),
             impl=self._impl,

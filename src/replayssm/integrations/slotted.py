@@ -139,12 +139,17 @@ class KvStore:
         return self.entries * self.spec.token_nbytes
 
     def take(self) -> SlotRef:
-        """Hand out a free slot, whatever it held before.
+        """Hand out a free slot, all zeros.
 
         Raises:
             CapacityError: No slot is free.
         """
-        return self._slots.take()
+        ref = self._slots.take()
+        for layer in self._layers:
+            for held in layer:
+                # what a mask hides still enters a product with 0, and 0 times NaN is NaN
+                held[ref.slot].zero_()
+        return ref
 
     def release(self, ref: SlotRef) -> None:
         """Give a slot back; its name goes stale."""
