@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 BUSY_SWITCHES_PER_SAMPLE = 20
 # names of the sections, and the share of a default run's time that each usually takes
 SECTIONS = {
-    "compatibility": 0.2,
-    "bottleneck": 0.2,
-    "window and batch": 0.15,
-    "precision": 0.35,
-    "speculation": 0.1,
+    "compatibility": 0.22,
+    "bottleneck": 0.13,
+    "window and batch": 0.17,
+    "precision": 0.34,
+    "speculation": 0.14,
 }
 
 
