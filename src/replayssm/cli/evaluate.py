@@ -18,6 +18,8 @@ from replayssm.cli.output import (
     quiet_transformers,
     use_threads,
 )
+from replayssm.cli.rollout import evaluate_plan
+from replayssm.errors import ContractError
 
 if TYPE_CHECKING:
     from replayssm.evaluate.plan import Plan
@@ -49,12 +51,25 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", help="TOML file with cohorts, variants, SLOs, prices and margins."),
+    ] = None,
 ) -> None:
     """Evaluate state replay on a model and this machine, and write a report.
 
     Compares standard and replay arms in five sections: compatibility, bottleneck, window and batch,
     precision, speculation. Margins are fixed and hashed before the run.
+
+    With --plan: six decisions for each cohort of a service's traffic, and a routing.json that the
+    engine loads.
     """
+    if plan_file is not None:
+        _only_plan(
+            model=model, full=full or None, margins=margins, seed=seed or None, threads=threads
+        )
+        make_folder("--out", out)
+        raise typer.Exit(int(evaluate_plan(plan_file, out, as_json=as_json, quiet=quiet)))
     use_threads(threads)
     chosen = ALL_MODELS if full and model is None else (model or DEFAULT_MODEL,)
     plans = [_plan(name, full, margins, seed) for name in chosen]
@@ -67,6 +82,11 @@ def evaluate(
         results[plan.model] = _run(name, plan, folder, label, quiet=quiet)
         if not as_json:
             _print(results[plan.model], folder)
+    raise typer.Exit(int(_finish(results, out, as_json=as_json)))
+
+
+def _finish(results: dict[str, Result], out: Path, *, as_json: bool) -> ExitCode:
+    """Write the overview of several models, say how it went and return the exit code."""
     if len(results) > 1:
         from replayssm.evaluate.report import write_overview
 
@@ -79,7 +99,15 @@ def evaluate(
         if code is not ExitCode.OK:
             told += " Speculation is judged apart and may still pay."
         console().print(told, style="dim")
-    raise typer.Exit(int(code))
+    return code
+
+
+def _only_plan(**others: object) -> None:
+    given = [f"--{name}" for name, value in others.items() if value is not None]
+    if given:
+        raise ContractError(
+            given[0], "not to be given with --plan, which says it", "both", "change the plan"
+        )
 
 
 def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:

@@ -13,6 +13,7 @@ from replayssm.cli.output import LINE_EVERY_S
 from replayssm.evaluate.run import SECTIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
 
@@ -21,10 +22,11 @@ class Bar:
 
     Args:
         label: Put before every section's name.
+        weights: Share of the time that each section usually takes.
     """
 
-    def __init__(self, label: str) -> None:
-        self._label = label
+    def __init__(self, label: str, weights: Mapping[str, float]) -> None:
+        self._label, self._weights = label, weights
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=32),
@@ -51,7 +53,7 @@ class Bar:
 
     def start(self, section: str, steps: int) -> None:
         """A section begins."""
-        self._weight = SECTIONS[section]
+        self._weight = self._weights[section]
         self._step = self._weight / max(1, steps)
         name = f"{self._label}{section}"
         self._bar.update(self._task, description=name, completed=self._done, what="")
@@ -120,8 +122,14 @@ class Nothing(Lines):
         pass
 
 
-def choose(quiet: bool, label: str = "") -> Bar | Lines:
-    """Return the progress that suits the terminal; ``label`` is put before what it says."""
+def choose(quiet: bool, label: str = "", weights: Mapping[str, float] = SECTIONS) -> Bar | Lines:
+    """Return the progress that suits the terminal.
+
+    Args:
+        quiet: No progress.
+        label: Put before every section's name.
+        weights: Names of the sections and the share of the time that each usually takes.
+    """
     if quiet:
         return Nothing(label)
-    return Bar(label) if sys.stderr.isatty() else Lines(label)
+    return Bar(label, weights) if sys.stderr.isatty() else Lines(label)
