@@ -47,9 +47,7 @@ def test_a_captured_step_replays_over_any_mix_of_folding_rows(gpu: torch.device)
 
     pools = [make_pool(LAYER, 3, gpu) for _ in range(2)]
     states = [make_state(LAYER, seed=i).to(gpu) for i in range(3)]
-    refs = [
-        [pool.admit_([state], position=i) for i, state in enumerate(states)] for pool in pools
-    ]
+    refs = [[pool.admit_([state], position=i) for i, state in enumerate(states)] for pool in pools]
     depth = [ReadDepth.HIGH] * 3
     static = block_on(LAYER, 3, 0, gpu)
     ticket = pools[1].begin(refs[1])

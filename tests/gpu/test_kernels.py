@@ -240,9 +240,7 @@ def test_the_standard_step_is_the_recurrence(
 
 
 @pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
-def test_the_convolution_is_the_reference_bit_for_bit(
-    is_tree: bool, device: torch.device
-) -> None:
+def test_the_convolution_is_the_reference_bit_for_bit(is_tree: bool, device: torch.device) -> None:
     at = LayerSpec(D, S, 1, 2, 16, 16, ConvSpec(channels=300, width=4))
     rng = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(300, 4, generator=rng), torch.randn(300, generator=rng)
@@ -261,9 +259,7 @@ def test_the_convolution_is_the_reference_bit_for_bit(
             where = pool.device
             ticket = pool.begin(rows, lengths, trees)
             given = (x.to(where), weight.to(where), bias.to(where))
-            outputs.append(
-                conv_(pool.stores[0], ticket.plan, *given, impl=pool.impl).cpu()
-            )
+            outputs.append(conv_(pool.stores[0], ticket.plan, *given, impl=pool.impl).cpu())
             ticket.stepped.add(0)
             ticket.convolved.add(0)
             paths = [[0], [0, 2]] if is_tree else None

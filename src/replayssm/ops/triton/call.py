@@ -63,9 +63,7 @@ class Call:
 
     def run(self) -> None:
         """Launch it."""
-        self.kernel[self.grid](
-            *self.args, **self.constants, num_warps=self.warps, num_stages=1
-        )
+        self.kernel[self.grid](*self.args, **self.constants, num_warps=self.warps, num_stages=1)
 
 
 def strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -209,7 +209,12 @@ def _pull_back(
 
 def _planes(store: LayerStore) -> tuple[Tensor, ...]:
     none = store.high
-    return (none, present(store.low, none), present(store.row_scale, none), present(store.columns, none))
+    return (
+        none,
+        present(store.low, none),
+        present(store.row_scale, none),
+        present(store.columns, none),
+    )
 
 
 def _slot_strides(store: LayerStore) -> tuple[int, ...]:

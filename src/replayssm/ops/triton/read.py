@@ -110,4 +110,6 @@ def read_chunk(
                 z = tl.load(gate_z + t * z_token + r, r_live & here, 0.0).to(tl.float32)
                 y *= z / (1.0 + tl.exp(-z))
             # tokens past the row's length are 0, whatever was read for them
-            tl.store(out + t * out_token + r, tl.where(here, y, 0.0).to(out.dtype.element_ty), r_live)
+            tl.store(
+                out + t * out_token + r, tl.where(here, y, 0.0).to(out.dtype.element_ty), r_live
+            )
