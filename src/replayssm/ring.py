@@ -14,12 +14,14 @@ the same with or without speculation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from replayssm.errors import ContractError
 
 if TYPE_CHECKING:
+    from collections.abc import Hashable
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -111,6 +113,9 @@ class BlockPlan:
     ``parents`` is ``[B, T]`` int64, or None when every row is a chain. Token t of row b continues
     token ``parents[b, t] < t`` of the block, or the committed sequence where it is -1. The ring
     counts nodes: token t's entry is at position ``committed + t`` until the commit.
+
+    ``on_device`` is where implementations keep copies of the plan on their devices, so that a
+    forward's layers share one.
     """
 
     slots: NDArray[np.int64]
@@ -119,6 +124,7 @@ class BlockPlan:
     committed: NDArray[np.int64]
     lengths: NDArray[np.int64]
     parents: NDArray[np.int64] | None = None
+    on_device: dict[Hashable, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def rows(self) -> int:

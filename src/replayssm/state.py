@@ -218,7 +218,7 @@ class StatePool:
         ticket.check_owner(self)
         with ticket.turn(self._slots, ticket.convolved, layer, self.num_layers):
             plan, store = ticket.plan, self.stores[layer]
-            return conv_(store, plan, x, weight, bias, debug=self.debug)
+            return conv_(store, plan, x, weight, bias, impl=self.impl, debug=self.debug)
 
     def commit_(self, ticket: Ticket, num_accepted: Sequence[int | None] | int) -> None:
         """Move every row's count and close the forward.

@@ -73,6 +73,7 @@ class Impl(_Choice):
     AUTO = "auto"
     REFERENCE = "reference"
     CPU = "cpu"
+    TRITON = "triton"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 
@@ -11,9 +12,14 @@ pytest.importorskip("transformers")
 
 import torch
 
+from replayssm.cli import evaluate
 from replayssm.cli import main as cli
 from replayssm.cli.output import ExitCode
-from replayssm.evaluate import plan, result  # noqa: F401 - schemas are built before sizes change
+from replayssm.evaluate import (
+    arms,
+    plan,
+    result,  # noqa: F401 - schemas are built before sizes change
+)
 from replayssm.evaluate.verdict import Verdict
 
 
@@ -153,6 +159,24 @@ def test_evaluate_writes_a_report_and_says_how_it_went(run, model_folder, tmp_pa
     assert (out_folder / "report.html").is_file()
     assert json.loads((out_folder / "result.json").read_text())["plan"]["seed"] == 3
     assert "precision: done" in err
+
+
+def test_a_full_run_reports_every_model_and_says_which_one_runs(
+    run, model_folder, tmp_path, monkeypatch
+):
+    other = tmp_path / "random-two"
+    shutil.copytree(model_folder, other)
+    monkeypatch.setattr(evaluate, "ALL_MODELS", (model_folder, str(other)))
+    monkeypatch.setattr(arms, "FULL", arms.DEFAULT[:3])
+    monkeypatch.setattr(plan, "FULL_SCOPE", tiny_scope())
+    code, out, err = run("evaluate", "--full", "--out", str(tmp_path / "out"), "--json")
+    found = last_object(out)
+    names = [model["model"] for model in found["models"]]
+    assert (code, names) == (found["exit_code"], ["random-gdn", "random-two"])
+    for i, name in enumerate(names, start=1):
+        assert (tmp_path / "out" / name / "report.html").is_file()
+        assert f"{name} ({i} of 2), speculation: done" in err
+    assert (tmp_path / "out" / "report.html").is_file()
 
 
 def tiny_scope() -> plan.Scope:

@@ -8,12 +8,13 @@ import pytest
 
 from replayssm.errors import ContractError
 from replayssm.evaluate import compatibility, run
-from replayssm.evaluate.bottleneck import amdahl, twin
+from replayssm.evaluate.bottleneck import amdahl
 from replayssm.evaluate.plan import Plan
 from replayssm.evaluate.report import advice, plots, render, render_overview, tables, write
 from replayssm.evaluate.report.tables import section_seconds
 from replayssm.evaluate.report.theme import drawing, figure
 from replayssm.evaluate.result import dump, parse, schema
+from replayssm.evaluate.session import twin
 
 
 def test_every_section_has_numbers(result):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,11 +12,13 @@ from replayssm.cli.output import (
     MODEL_HELP,
     ExitCode,
     console,
+    make_folder,
     print_json,
     print_table,
     quiet_transformers,
     use_threads,
 )
+from replayssm.cli.rollout import evaluate_plan
 from replayssm.errors import ContractError
 
 if TYPE_CHECKING:
@@ -50,22 +51,42 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, JSON_OPTION] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    plan_file: Annotated[
+        Path | None,
+        typer.Option("--plan", help="TOML file with cohorts, variants, SLOs, prices and margins."),
+    ] = None,
 ) -> None:
     """Evaluate state replay on a model and this machine, and write a report.
 
     Compares standard and replay arms in five sections: compatibility, bottleneck, window and batch,
     precision, speculation. Margins are fixed and hashed before the run.
+
+    With --plan: six decisions for each cohort of a service's traffic, and a routing.json that the
+    engine loads.
     """
+    if plan_file is not None:
+        _only_plan(
+            model=model, full=full or None, margins=margins, seed=seed or None, threads=threads
+        )
+        make_folder("--out", out)
+        raise typer.Exit(int(evaluate_plan(plan_file, out, as_json=as_json, quiet=quiet)))
     use_threads(threads)
     chosen = ALL_MODELS if full and model is None else (model or DEFAULT_MODEL,)
     plans = [_plan(name, full, margins, seed) for name in chosen]
-    _make_folder(out)
+    make_folder("--out", out)
     results = {}
-    for name, plan in zip(chosen, plans, strict=True):
-        folder = out / plan.model if len(chosen) > 1 else out
-        results[plan.model] = _run(name, plan, folder, quiet=quiet)
+    for i, (name, plan) in enumerate(zip(chosen, plans, strict=True), start=1):
+        folder, label = out, ""
+        if len(chosen) > 1:
+            folder, label = out / plan.model, f"{plan.model} ({i} of {len(chosen)}), "
+        results[plan.model] = _run(name, plan, folder, label, quiet=quiet)
         if not as_json:
             _print(results[plan.model], folder)
+    raise typer.Exit(int(_finish(results, out, as_json=as_json)))
+
+
+def _finish(results: dict[str, Result], out: Path, *, as_json: bool) -> ExitCode:
+    """Write the overview of several models, say how it went and return the exit code."""
     if len(results) > 1:
         from replayssm.evaluate.report import write_overview
 
@@ -78,18 +99,15 @@ def evaluate(
         if code is not ExitCode.OK:
             told += " Speculation is judged apart and may still pay."
         console().print(told, style="dim")
-    raise typer.Exit(int(code))
+    return code
 
 
-def _make_folder(out: Path) -> None:
-    # before the run: minutes of measurements are not to be lost for want of a place
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        expected = "a folder to write into"
-        raise ContractError("--out", expected, f"{out.name} ({error.strerror})") from error
+def _only_plan(**others: object) -> None:
+    given = [f"--{name}" for name, value in others.items() if value is not None]
+    if given:
+        raise ContractError(
+            given[0], "not to be given with --plan, which says it", "both", "change the plan"
+        )
 
 
 def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:
@@ -106,16 +124,18 @@ def _plan(model: str, full: bool, margins: Path | None, seed: int) -> Plan:
     )
 
 
-def _run(name: str, plan: Plan, folder: Path, *, quiet: bool) -> Result:
+def _run(name: str, plan: Plan, folder: Path, label: str, *, quiet: bool) -> Result:
     from replayssm.cli import progress
     from replayssm.evaluate import result as results
+    from replayssm.evaluate.ahead import compiled_ahead
     from replayssm.evaluate.report import write
     from replayssm.evaluate.run import evaluate as run
     from replayssm.evaluate.subject import load
 
     quiet_transformers()
-    with progress.choose(quiet) as show:
-        found = run(load(name), plan, show)
+    subject = load(name)
+    with progress.choose(quiet, label) as show, compiled_ahead(subject, plan) as ready:
+        found = run(subject, plan, show, ready)
     folder.mkdir(parents=True, exist_ok=True)
     results.write(found, folder)
     write(found, folder)

@@ -8,7 +8,18 @@ from typing import Annotated
 import typer
 
 import replayssm
-from replayssm.cli import env, evaluate, generate, plan_memory
+from replayssm.cli import (
+    bench,
+    compare,
+    drill,
+    env,
+    evaluate,
+    generate,
+    plan_memory,
+    report,
+    serve,
+    trace,
+)
 from replayssm.cli.output import ExitCode, code_of, report_error
 from replayssm.errors import ReplayError
 
@@ -26,9 +37,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("evaluate")(evaluate.evaluate)
+app.command("compare")(compare.compare)
+app.command("report")(report.report)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
+app.command("drill")(drill.drill)
 app.command("plan-memory")(plan_memory.plan_memory)
 app.command("env")(env.env)
+app.add_typer(trace.app, name="trace")
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

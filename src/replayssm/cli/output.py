@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from enum import IntEnum
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 import typer
@@ -16,8 +17,11 @@ from replayssm.errors import ContractError, ReplayError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 PLAIN_WIDTH = 120
+# progress where there is no terminal
+LINE_EVERY_S = 10.0
 
 
 class ExitCode(IntEnum):
@@ -69,6 +73,21 @@ def report_error(message: str, code: ExitCode) -> int:
     if "--json" in sys.argv[1:]:
         print_json({"error": line, "exit_code": int(code)})
     return int(code)
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder to write into, before a run: its results are not to be lost for want of one.
+
+    Raises:
+        ContractError: It cannot be made or written into.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        expected = "a folder to write into"
+        raise ContractError(option, expected, f"{folder.name} ({error.strerror})") from error
 
 
 def use_threads(threads: int | None) -> None:

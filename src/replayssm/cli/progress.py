@@ -9,18 +9,24 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from replayssm.cli.output import LINE_EVERY_S
 from replayssm.evaluate.run import SECTIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
-
-LINE_EVERY_S = 10.0
 
 
 class Bar:
-    """One rich bar over all sections, weighted by the time they usually take."""
+    """One rich bar over all sections, weighted by the time they usually take.
 
-    def __init__(self) -> None:
+    Args:
+        label: Put before every section's name.
+        weights: Share of the time that each section usually takes.
+    """
+
+    def __init__(self, label: str, weights: Mapping[str, float]) -> None:
+        self._label, self._weights = label, weights
         self._bar = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=32),
@@ -30,7 +36,7 @@ class Bar:
             console=Console(file=sys.stderr),
             transient=True,
         )
-        self._task = self._bar.add_task("starting", total=1.0, what="")
+        self._task = self._bar.add_task(f"{label}starting", total=1.0, what="")
         self._done = self._weight = self._step = 0.0
 
     def __enter__(self) -> Bar:
@@ -47,9 +53,10 @@ class Bar:
 
     def start(self, section: str, steps: int) -> None:
         """A section begins."""
-        self._weight = SECTIONS[section]
+        self._weight = self._weights[section]
         self._step = self._weight / max(1, steps)
-        self._bar.update(self._task, description=section, completed=self._done, what="")
+        name = f"{self._label}{section}"
+        self._bar.update(self._task, description=name, completed=self._done, what="")
 
     def tick(self, what: str) -> None:
         """One step is done."""
@@ -59,13 +66,19 @@ class Bar:
         """The section is done."""
         self._done += self._weight
         self._bar.update(self._task, completed=self._done)
-        self._bar.console.print(f"{section}: {seconds:.0f} s", style="dim", highlight=False)
+        line = f"{self._label}{section}: {seconds:.0f} s"
+        self._bar.console.print(line, style="dim", highlight=False)
 
 
 class Lines:
-    """A line per section, and one every ten seconds in between."""
+    """A line per section, and one every ten seconds in between.
 
-    def __init__(self) -> None:
+    Args:
+        label: Put before every line.
+    """
+
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._last = 0.0
         self._section = ""
         self._steps = self._ticks = 0
@@ -98,7 +111,7 @@ class Lines:
 
     def _say(self, line: str) -> None:
         self._last = time.monotonic()
-        sys.stderr.write(line + "\n")
+        sys.stderr.write(f"{self._label}{line}\n")
         sys.stderr.flush()
 
 
@@ -109,8 +122,14 @@ class Nothing(Lines):
         pass
 
 
-def choose(quiet: bool) -> Bar | Lines:
-    """Return the progress that suits the terminal."""
+def choose(quiet: bool, label: str = "", weights: Mapping[str, float] = SECTIONS) -> Bar | Lines:
+    """Return the progress that suits the terminal.
+
+    Args:
+        quiet: No progress.
+        label: Put before every section's name.
+        weights: Names of the sections and the share of the time that each usually takes.
+    """
     if quiet:
-        return Nothing()
-    return Bar() if sys.stderr.isatty() else Lines()
+        return Nothing(label)
+    return Bar(label, weights) if sys.stderr.isatty() else Lines(label)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from replayssm.evaluate.session import Session, enabled
+from replayssm.evaluate.session import Session, enabled, twin
 from replayssm.evaluate.stats import Estimate, mean_t, paired_ratio
 from replayssm.evaluate.subject import Subject, held_out, one_geometry
 from replayssm.evaluate.timing import interleave
@@ -116,13 +115,6 @@ def largest_batch(subject: Subject, plan: Plan) -> tuple[int, str]:
     return max(1, fits), size
 
 
-def twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of its own that shares every parameter and buffer with ``model``."""
-    shared: dict[int, object] = {id(p): p for p in model.parameters()}
-    shared.update({id(b): b for b in model.buffers()})
-    return copy.deepcopy(model, shared)
-
-
 class _MixerClock:
     """Adds up the time spent inside recurrent mixers."""
 
@@ -165,6 +157,7 @@ def _profile(subject: Subject, plan: Plan, batch: int) -> Profile:
             model = twin(subject.model)
             stack.enter_context(enabled(model, arm, window=scope.window))
             decoders[arm.name] = _Decoder(model, ids, scope.window)
+            stack.callback(decoders[arm.name].session.close)
         calls: dict[str, Callable[[], None]] = {n: d.cycle for n, d in decoders.items()}
         reference = plan.arms[0].name
         for decoder in decoders.values():

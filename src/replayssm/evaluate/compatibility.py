@@ -103,21 +103,29 @@ def is_exact(arm: Arm) -> bool:
     return arm.read is ReadDepth.FULL and arm.state in EXACT
 
 
-def run(subject: Subject, plan: Plan, tick: Callable[[str], None]) -> CompatibilityResult:
+def run(
+    subject: Subject,
+    plan: Plan,
+    tick: Callable[[str], None],
+    ready: Callable[[Arm], None] = lambda _: None,
+) -> CompatibilityResult:
     """List the layers, then compare every arm that promises fp32 results.
 
     Args:
         subject: Model and text.
         plan: Arms and sizes.
         tick: Called after each comparison with its name.
+        ready: Called before each arm runs; may wait for its kernels.
     """
     # nothing is timed here, and steps of one row are too small to share between threads
     with one_thread():
-        agreements = _agreements(subject, plan, tick)
+        agreements = _agreements(subject, plan, tick, ready)
     return CompatibilityResult(layer_lines(subject), tuple(agreements))
 
 
-def _agreements(subject: Subject, plan: Plan, tick: Callable[[str], None]) -> list[Agreement]:
+def _agreements(
+    subject: Subject, plan: Plan, tick: Callable[[str], None], ready: Callable[[Arm], None]
+) -> list[Agreement]:
     scope, agreements = plan.scope, []
     arms = [arm for arm in plan.arms if is_exact(arm)]
     candidates = [arm for arm in arms if arm.is_replay]
@@ -128,6 +136,7 @@ def _agreements(subject: Subject, plan: Plan, tick: Callable[[str], None]) -> li
         tick(f"transformers, prompt {prefill}")
         # the standard arm is checked once: it is the baseline elsewhere, not a candidate
         for arm in arms if prefill == scope.prefills[0] else candidates:
+            ready(arm)
             blocks = (1, scope.block) if arm.is_replay else (1,)
             for block in blocks:
                 found = _decode(subject, arm, ids, prefill, block, scope.window)
@@ -168,7 +177,8 @@ def _decode(
             session.feed(ids[:, at : at + block].to(device)).cpu()
             for at in range(prefill, ids.shape[1], block)
         ]
-        return torch.cat(logits, 1)[0], recurrent_states(session, subject.model)
+    # the cache is plain again: while it was bound, each layer would have cost all states
+    return torch.cat(logits, 1)[0], recurrent_states(session, subject.model)
 
 
 def _compare(

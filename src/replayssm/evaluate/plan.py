@@ -118,20 +118,19 @@ class Scope:
             raise ContractError("scope.block", f"a divisor of window ({self.window})", self.block)
 
 
+# sized for three models under ten arms in well under an hour on two cores
 FULL_SCOPE = Scope(
-    batches=(1, 4, 16, 64, 128, 256),
+    decode_samples=12,
+    batches=(1, 4, 16, 64, 256),
     windows=(8, 16, 32, 64),
     rounds=12,
-    cell_seconds=4.0,
-    decode_samples=12,
-    working_set=256 << 20,
-    budget_bytes=1 << 30,
+    budget_bytes=256 << 20,
     text_rows=4,
-    probes=((256, 96), (1024, 32), (4096, 8), (8192, 4)),
+    probes=((256, 80), (1024, 16), (4096, 4), (8192, 2)),
     drafts=(1, 3, 7, 15),
-    draft_rows=6,
-    draft_tokens=257,
-    rollbacks=10_000,
+    draft_rows=4,
+    draft_tokens=193,
+    rollbacks=5000,
 )
 
 

@@ -9,7 +9,11 @@ through the arm's own state.
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from replayssm.evaluate.probes import KINDS, make_probes
-from replayssm.evaluate.session import Session, enabled
+from replayssm.evaluate.session import Session, enabled, one_thread, twin
 from replayssm.evaluate.stats import Estimate, block_mean, block_quantile, paired_drop, wilson
 from replayssm.evaluate.subject import Subject, Texts, held_out
 
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
+    from transformers import PreTrainedModel
 
     from replayssm.evaluate.arms import Arm
     from replayssm.evaluate.plan import Plan, Scope
@@ -83,7 +88,7 @@ class ArmPrecision:
         recall: By kind and length.
         recall_all: All probes together.
         recall_drop: Against the reference, probe by probe; None for itself.
-        seconds: Time this arm took.
+        seconds: Time this arm took, beside others where cores allow it.
     """
 
     arm: str
@@ -142,6 +147,7 @@ class _Scores:
     nats: NDArray[np.float64]
     flips: NDArray[np.float64]
     right: NDArray[np.bool_]
+    seconds: float = 0.0
 
 
 def run(subject: Subject, plan: Plan, tick: Callable[[str], None]) -> PrecisionResult:
@@ -152,18 +158,16 @@ def run(subject: Subject, plan: Plan, tick: Callable[[str], None]) -> PrecisionR
         plan: Arms and sizes.
         tick: Called after each arm and group with their names.
     """
-    import time
-
     texts = held_out(subject, plan.scope.text_rows, plan.scope.buckets[-1], plan.seed)
     groups = _groups(subject, texts, plan)
     questions = tuple(q for group in groups for q in group.questions)
-    results, reference = [], None
-    for arm in plan.arms:
-        start = time.perf_counter()
-        scores = _decode_arm(subject, arm, groups, plan, reference, tick)
-        took = time.perf_counter() - start
-        results.append(_score(arm, scores, reference, texts, questions, plan, took))
-        reference = reference or scores
+    first, *others = plan.arms
+    with enabled(subject.model, first, window=plan.scope.window, max_block=plan.scope.block):
+        reference = _decode_arm(subject.model, first, groups, plan, None, tick)
+    decoded = _decode_others(subject, others, groups, plan, reference, tick)
+    results = [_score(first, reference, None, texts, questions, plan)]
+    for arm, scores in zip(others, decoded, strict=True):
+        results.append(_score(arm, scores, reference, texts, questions, plan))
     return PrecisionResult(tuple(results), len(texts.ids), len(questions), plan.scope.block)
 
 
@@ -209,8 +213,39 @@ def _batches(
     return groups
 
 
-def _decode_arm(
+def _decode_others(
     subject: Subject,
+    arms: list[Arm],
+    groups: list[_Group],
+    plan: Plan,
+    reference: _Scores,
+    tick: Callable[[str], None],
+) -> list[_Scores]:
+    """Decode the arms of a small model side by side, each on one thread."""
+    is_shared = subject.is_small and subject.model.device.type == "cpu"
+    workers = torch.get_num_threads() if is_shared else 1
+    lock, scope = Lock(), plan.scope
+
+    def tell(what: str) -> None:
+        with lock:
+            tick(what)
+
+    def decode(model: PreTrainedModel, arm: Arm) -> _Scores:
+        with one_thread() if workers > 1 else nullcontext():
+            return _decode_arm(model, arm, groups, plan, reference, tell)
+
+    with ExitStack() as stack:
+        # one after the other: enabling changes the modeling module that all twins share
+        models = [twin(subject.model) for _ in arms]
+        for model, arm in zip(models, arms, strict=True):
+            stack.enter_context(enabled(model, arm, window=scope.window, max_block=scope.block))
+        pool = ThreadPoolExecutor(workers)
+        stack.callback(pool.shutdown, cancel_futures=True)
+        return list(pool.map(decode, models, arms))
+
+
+def _decode_arm(
+    model: PreTrainedModel,
     arm: Arm,
     groups: list[_Group],
     plan: Plan,
@@ -219,33 +254,33 @@ def _decode_arm(
 ) -> _Scores:
     right: list[bool] = []
     scores: _Scores | None = None
-    scope = plan.scope
-    with enabled(subject.model, arm, window=scope.window, max_block=scope.block):
-        for group in groups:
-            scored, answers = _decode_group(subject, group, scope, reference)
-            right += answers
-            scores = scored or scores
-            tick(f"{arm.name}, {group.ids.shape[1]} tokens")
+    start = time.perf_counter()
+    for group in groups:
+        scored, answers = _decode_group(model, group, plan.scope, reference)
+        right += answers
+        scores = scored or scores
+        tick(f"{arm.name}, {group.ids.shape[1]} tokens")
     if scores is None:
         raise RuntimeError("no group held the held-out texts")
     scores.right = np.array(right, bool)
+    scores.seconds = time.perf_counter() - start
     return scores
 
 
 def _decode_group(
-    subject: Subject, group: _Group, scope: Scope, reference: _Scores | None
+    model: PreTrainedModel, group: _Group, scope: Scope, reference: _Scores | None
 ) -> tuple[_Scores | None, list[bool]]:
     rows, tokens = group.ids.shape
     texts = group.texts
     longest = max((q.answer for q in group.questions), default=0)
-    session = Session(subject.model)
-    device = subject.model.device
+    session, device = Session(model), model.device
     keep, kl, nats, flips = [], [], [], []
     hits = torch.ones(rows - texts, longest, dtype=torch.bool)
     at = 0
     while at < tokens - 1:
         stop = min(tokens - 1, scope.window if at == 0 else at + scope.block)
         logits = session.feed(group.ids[:, at:stop].to(device)).cpu()
+        session.forget()
         nexts = group.ids[:, at + 1 : stop + 1]
         if texts:
             log_p = logits[:texts].log_softmax(-1)
@@ -291,7 +326,6 @@ def _score(
     texts: Texts,
     questions: tuple[_Question, ...],
     plan: Plan,
-    seconds: float,
 ) -> ArmPrecision:
     start, buckets = 0, []
     for stop in plan.scope.buckets:
@@ -311,7 +345,7 @@ def _score(
         won = int((~reference.right & scores.right).sum())
         drop = paired_drop(lost, won, len(scores.right))
     total = wilson(int(scores.right.sum()), len(scores.right))
-    return ArmPrecision(arm.name, tuple(buckets), tuple(recall), total, drop, seconds)
+    return ArmPrecision(arm.name, tuple(buckets), tuple(recall), total, drop, scores.seconds)
 
 
 def _bucket(

@@ -16,17 +16,20 @@ from replayssm.ops.dispatch import choose
 from replayssm.types import Impl
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from replayssm.evaluate.arms import Arm
     from replayssm.evaluate.plan import Plan
     from replayssm.evaluate.subject import Subject
 
 BUSY_SWITCHES_PER_SAMPLE = 20
 # names of the sections, and the share of a default run's time that each usually takes
 SECTIONS = {
-    "compatibility": 0.2,
-    "bottleneck": 0.2,
-    "window and batch": 0.15,
-    "precision": 0.35,
-    "speculation": 0.1,
+    "compatibility": 0.22,
+    "bottleneck": 0.13,
+    "window and batch": 0.17,
+    "precision": 0.34,
+    "speculation": 0.14,
 }
 
 
@@ -59,7 +62,12 @@ class Silent:
         """Ignore."""
 
 
-def evaluate(subject: Subject, plan: Plan, progress: Progress | None = None) -> Result:
+def evaluate(
+    subject: Subject,
+    plan: Plan,
+    progress: Progress | None = None,
+    ready: Callable[[Arm], None] = lambda _: None,
+) -> Result:
     """Run all five sections and judge them.
 
     The plan is hashed before anything runs: the margins in the result are those it was judged by.
@@ -68,6 +76,7 @@ def evaluate(subject: Subject, plan: Plan, progress: Progress | None = None) -> 
         subject: Model and text.
         plan: Arms, margins and sizes.
         progress: Where to report.
+        ready: Called before an arm first runs; may wait for its kernels.
     """
     show, digest, begun = progress or Silent(), plan.digest, time.perf_counter()
     mixers = find_mixers(subject.model)[0]
@@ -78,7 +87,9 @@ def evaluate(subject: Subject, plan: Plan, progress: Progress | None = None) -> 
     scope = plan.scope
 
     start = _begin(show, "compatibility", compatibility.count_steps(plan))
-    first = compatibility.run(subject, plan, show.tick)
+    first = compatibility.run(subject, plan, show.tick, ready)
+    for arm in plan.arms:
+        ready(arm)
     first = replace(first, seconds=_end(show, "compatibility", start))
 
     largest = bottleneck.largest_batch(subject, plan)[0]
@@ -134,7 +145,7 @@ def _warnings(subject: Subject, plan: Plan, third: window.WindowResult) -> tuple
         found.append(
             f"The recurrent layers have {len(specs)} geometries; section 3 times the commonest."
         )
-    if subject.parameters < 100e6:
+    if subject.is_small:
         found.append(
             f"The model has {subject.parameters / 1e6:.1f} M parameters: in its whole decode step "
             "the interpreter's own time dominates, so the shares of section 2 do not transfer to "

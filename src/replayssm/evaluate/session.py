@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from replayssm.models.registry import find_mixers
+from replayssm.models.tiny import attention_window
+from replayssm.ops.dispatch import choose
+from replayssm.types import Impl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,15 +45,35 @@ def enabled(
         yield handle
 
 
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of its own that shares every parameter and buffer with ``model``."""
+    shared: dict[int, object] = {id(p): p for p in model.parameters()}
+    shared.update({id(b): b for b in model.buffers()})
+    return copy.deepcopy(model, shared)
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one thread; for steps too small to share, where waking others costs more."""
-    before = torch.get_num_threads()
+    """Run torch and the compiled kernels on one thread.
+
+    For steps too small to share, where waking others costs more. Both together: they may share an
+    OpenMP runtime, in which a kernel on several threads gives torch as many again.
+    """
+    before, kernels = torch.get_num_threads(), _kernel_threads(1)
     torch.set_num_threads(1)
     try:
         yield
     finally:
+        _kernel_threads(kernels)
         torch.set_num_threads(before)
+
+
+def _kernel_threads(count: int) -> int:
+    if choose(Impl.AUTO, torch.device("cpu")) is not Impl.CPU:
+        return count
+    from replayssm.ops.cpu.threads import set_threads
+
+    return set_threads(count)
 
 
 class Session:
@@ -89,6 +113,24 @@ class Session:
         self.position += tokens
         logits: Tensor = out.logits
         return logits.float()
+
+    def forget(self) -> None:
+        """Drop the keys and values that windowed attention no longer sees.
+
+        Mutates the cache; no later logit changes, and a step no longer copies the whole context.
+        Models with other attention keep everything.
+        """
+        width = attention_window(self.model.config._attn_implementation or "")
+        if width is None:
+            return
+        for layer in self.cache.layers:
+            if getattr(layer, "keys", None) is not None:
+                first = max(0, layer.keys.shape[2] - width + 1)
+                layer.keys, layer.values = (x[:, :, first:] for x in (layer.keys, layer.values))
+
+    def close(self) -> None:
+        """Drop the cache; disabling an arm would rebuild every state of a live one."""
+        self.cache = None
 
 
 def recurrent_states(session: Session, model: PreTrainedModel) -> list[Tensor]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from replayssm.types import LayerSpec
 
 DEFAULT_MODEL = "gdn-tiny"
+SMALL = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ class Subject:
     def parameters(self) -> int:
         """Parameters of the model."""
         return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the interpreter's own time dominates its decode steps."""
+        return self.parameters < SMALL
 
 
 @dataclass(frozen=True, slots=True)

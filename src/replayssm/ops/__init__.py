@@ -76,10 +76,15 @@ def step_(
     ring = store.spec.ring
     if int(plan.lengths.max(initial=0)) > ring.max_block:
         raise ContractError("block", f"at most max_block ({ring.max_block}) tokens", block.tokens)
-    if choose(impl, device, tiles=ring.tiles) is Impl.CPU:
+    chosen = choose(impl, device, tiles=ring.tiles)
+    if chosen is Impl.CPU:
         from replayssm.ops import cpu
 
         cpu.step_(store, plan, block, depths, out)
+    elif chosen is Impl.TRITON:
+        from replayssm.ops import triton
+
+        triton.step_(store, plan, block, depths, out)
     else:
         reference.step_(store, plan, block, depths, out)
     return out
@@ -93,6 +98,7 @@ def conv_(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    impl: Impl = Impl.AUTO,
     debug: bool = False,
 ) -> Tensor:
     """Run the causal depthwise convolution of a block and keep its raw inputs.
@@ -105,6 +111,7 @@ def conv_(
         x: ``[B, T, C]`` raw inputs.
         weight: ``[C, width]``, the tap of the token itself last.
         bias: ``[C]`` or None.
+        impl: Implementation; all but Triton share plain torch.
         debug: Refuse NaN and infinite inputs.
 
     Returns:
@@ -118,6 +125,10 @@ def conv_(
     check_slots(plan, store.slots)
     check_tree(plan)
     check_conv(store.spec, plan, x, weight, bias, store.high.device, finite=debug)
+    if choose(impl, x.device, tiles=store.spec.ring.tiles) is Impl.TRITON:
+        from replayssm.ops import triton
+
+        return triton.conv_(store, plan, x, weight, bias)
     return conv.conv_(store, plan, x, weight, bias)
 
 
@@ -127,10 +138,15 @@ def fold_(store: LayerStore, plan: BlockPlan, *, impl: Impl = Impl.AUTO) -> None
     Mutates planes and scales only.
     """
     check_slots(plan, store.slots)
-    if choose(impl, store.high.device, tiles=store.spec.ring.tiles) is Impl.CPU:
+    chosen = choose(impl, store.high.device, tiles=store.spec.ring.tiles)
+    if chosen is Impl.CPU:
         from replayssm.ops import cpu
 
         cpu.fold_(store, plan)
+    elif chosen is Impl.TRITON:
+        from replayssm.ops import triton
+
+        triton.fold_(store, plan)
     else:
         reference.fold_(store, plan)
 
@@ -217,10 +233,15 @@ def standard_(
     if targets is not None:
         check_targets(plan, targets, block.tokens, state.shape[0])
     out = _output(out, block, state.device)
-    if choose(impl, state.device) is Impl.CPU:
+    chosen = choose(impl, state.device)
+    if chosen is Impl.CPU:
         from replayssm.ops import cpu
 
         cpu.standard_(state, plan, block, layer.write, out, targets)
+    elif chosen is Impl.TRITON:
+        from replayssm.ops import triton
+
+        triton.standard_(state, layer, plan, block, out, targets)
     else:
         reference.standard_(state, plan, block, layer.write, out, targets)
     return out

@@ -3,5 +3,14 @@
 from __future__ import annotations
 
 from replayssm.evaluate.report.build import render, render_overview, write, write_overview
+from replayssm.evaluate.report.rollout import render as render_rollout
+from replayssm.evaluate.report.rollout import write as write_rollout
 
-__all__ = ["render", "render_overview", "write", "write_overview"]
+__all__ = [
+    "render",
+    "render_overview",
+    "render_rollout",
+    "write",
+    "write_overview",
+    "write_rollout",
+]

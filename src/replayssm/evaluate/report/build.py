@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from replayssm.evaluate.report import advice, plots, speculation, tables, words
@@ -54,7 +54,7 @@ def render(result: Result) -> str:
     """Return the report as one HTML document that needs no network."""
     # script content is plain text: a closing tag inside the data must not end it
     data = dump(result).replace("</", "<\\/")
-    return _template("template.html.j2").render(
+    return template("template.html.j2").render(
         result=result,
         headlines=advice.headlines(result),
         plan=result.plan,
@@ -62,46 +62,54 @@ def render(result: Result) -> str:
         figures={name: Markup(draw(result)) for name, draw in FIGURES.items()},
         tables={name: make(result) for name, make in TABLES.items()},
         data=Markup(data),
-        style=Markup(_read("style.css")),
+        style=Markup(read_part("style.css")),
+        script=Markup(read_part("sort.js")),
         words=words,
     )
 
 
 def render_overview(results: Sequence[Result]) -> str:
     """Return a page over several models that links to a report in each model's own folder."""
-    return _template("overview.html.j2").render(
+    return template("overview.html.j2").render(
         results=results,
         headlines=advice.headlines,
         summary=advice.reasons,
         words=words,
-        style=Markup(_read("style.css")),
+        style=Markup(read_part("style.css")),
     )
 
 
 def write(result: Result, folder: Path) -> Path:
     """Write ``report.html`` into a folder and return its path."""
-    return _write(render(result), folder)
+    return write_page(render(result), folder)
 
 
 def write_overview(results: Sequence[Result], folder: Path) -> Path:
     """Write the overview as ``report.html`` into the folder that holds the models' folders."""
-    return _write(render_overview(results), folder)
+    return write_page(render_overview(results), folder)
 
 
-def _write(html: str, folder: Path) -> Path:
+def write_page(html: str, folder: Path) -> Path:
+    """Write ``report.html`` into a folder, which is made if need be, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
     path.write_text(html, encoding="utf-8")
     return path
 
 
-def _template(name: str) -> Template:
+def template(name: str) -> Template:
+    """Return a template of this package."""
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("replayssm.evaluate.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters.update(tone=tables.tone, duration=words.duration)
-    return environment.from_string(_read(name))
+    environment.filters.update(tone=tables.tone, duration=words.duration, cap=words.capital)
+    return environment.get_template(name)
 
 
-def _read(name: str) -> str:
+def read_part(name: str) -> str:
+    """Return a text file of this package."""
     return (files("replayssm.evaluate.report") / name).read_text(encoding="utf-8")

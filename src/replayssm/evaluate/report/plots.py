@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from replayssm.evaluate.bottleneck import Profile
     from replayssm.evaluate.precision import ArmPrecision
     from replayssm.evaluate.result import Result
     from replayssm.evaluate.stats import Estimate
@@ -67,7 +68,8 @@ def categories(ax: Axes, labels: Iterable[object]) -> None:
     ax.grid(axis="x", visible=False)
 
 
-def _margin(ax: Axes, at: float, text: str) -> None:
+def margin_line(ax: Axes, at: float, text: str) -> None:
+    """Draw a margin with its name beside the frame."""
     ax.axhline(at, color=INK, linewidth=1, linestyle=(0, (4, 3)))
     # beside the frame, where no curve can run through it
     ax.annotate(
@@ -160,13 +162,17 @@ def _speed_lines(ax: Axes, result: Result, cells: Sequence[Cell]) -> list[Estima
 
 def _speed_frame(ax: Axes, result: Result, shown: Sequence[Estimate]) -> None:
     ax.axhline(1, color=FAINT, linewidth=1)
-    _margin(ax, result.plan.margins.speedup, f"margin {result.plan.margins.speedup:g}x")
+    margin_line(ax, result.plan.margins.speedup, f"margin {result.plan.margins.speedup:g}x")
     limit_ratio(ax, shown)
 
 
 def bottleneck(result: Result) -> str:
     """Where a decode step goes, by batch."""
-    profiles = result.bottleneck.profiles
+    return shares(result.bottleneck.profiles)
+
+
+def shares(profiles: Sequence[Profile]) -> str:
+    """Share of a decode step by part, one bar per batch."""
     with drawing("bottleneck"):
         fig, (ax, *_) = figure(height=0.62 * len(profiles) + 1.3)
         for y, p in enumerate(profiles):
@@ -224,7 +230,7 @@ def agreement(result: Result) -> str:
         ax.set(xlabel="decode step", ylabel="largest logit error / logit std")
         ax.set_title("Against transformers' own step, one line per prompt length")
         margin = result.plan.margins.logit_error
-        _margin(ax, margin, f"margin {limit(margin)}")
+        margin_line(ax, margin, f"margin {limit(margin)}")
         limit_log(ax, margin, [max(a.curve) for a in found])
         legend(fig, ax)
         return to_svg(fig, "Logit error along the decode steps")
@@ -243,7 +249,7 @@ def divergence(result: Result) -> str:
         for ax, (field, title, margin) in zip(axes, panels, strict=True):
             _buckets(ax, result, arms, field)
             ax.set_title(title)
-            _margin(ax, margin, f"margin {limit(margin)}")
+            margin_line(ax, margin, f"margin {limit(margin)}")
             shown = [getattr(b, field) for arm in arms for b in arm.buckets]
             limit_log(ax, margin, [e.high for e in shown if e is not None])
             if not any(shown):

@@ -79,6 +79,11 @@ def count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
+def capital(text: str) -> str:
+    """Return a sentence with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
 def span(least: int, most: int) -> str:
     """Return a range of counts, or the one count that it holds."""
     return str(most) if least >= most else f"{least} to {most}"

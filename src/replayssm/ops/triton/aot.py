@@ -62,7 +62,9 @@ def compile_call(call: Call, target: str) -> Resources:
     for name in constants:
         signature[name] = "constexpr"
     source = ASTSource(call.kernel, signature, constants, aligned)
-    built = triton.compile(source, target=TARGETS[target], options={"num_warps": call.warps, "num_stages": 1})
+    built = triton.compile(
+        source, target=TARGETS[target], options={"num_warps": call.warps, "num_stages": 1}
+    )
     registers, spilled = (None, None) if target.startswith("gfx") else _cubin(built.asm["cubin"])
     return Resources(registers, spilled, int(built.metadata.shared))
 

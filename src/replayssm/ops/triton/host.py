@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from replayssm.errors import UnsupportedError
-from replayssm.ops.triton.launch import Launch, choose_launch, is_parallel, power_of_two
+from replayssm.ops.triton.call import (
+    PLAIN,
+    Call,
+    Fused,
+    has_asm,
+    overlaps,
+    power_of_two,
+    present,
+    strides,
+)
+from replayssm.ops.triton.launch import Launch, choose_launch, is_parallel
 from replayssm.ops.triton.pullback import chain_kernel, products_kernel
 from replayssm.ops.triton.step import due_kernel, fold_kernel, read_kernel, step_kernel
 from replayssm.types import Decay, Write
@@ -21,70 +31,8 @@ if TYPE_CHECKING:
     from replayssm.types import Block
 
 
-@dataclass(frozen=True, slots=True)
-class Fused:
-    """What a family does around the recurrence, done inside the kernels.
-
-    Attributes:
-        gates: ``"none"`` (g and w are given), ``"dt"`` (Mamba-2: g holds dt before bias and
-            softplus, w is not read) or ``"beta"`` (Gated DeltaNet and KDA: g before bias and
-            softplus, w before the sigmoid).
-        rate: ``[HV]`` exp(A_log).
-        bias: ``[HV]`` (``[HV, K]`` for channel decays).
-        skip: ``[HV]`` D, added as D v.
-        z: ``[B, T, HV, V]``: outputs are multiplied by silu(z).
-        norm: Divide q and k by their L2 norm.
-        norm_eps: Added to the sum of squares.
-        q_scale: Multiplies q, after the norm.
-        dt_limit: Bounds of Mamba-2's dt.
-    """
-
-    gates: str = "none"
-    rate: Tensor | None = None
-    bias: Tensor | None = None
-    skip: Tensor | None = None
-    z: Tensor | None = None
-    norm: bool = False
-    norm_eps: float = 1e-6
-    q_scale: float = 1.0
-    dt_limit: tuple[float, float] = (0.0, float("inf"))
-
-
-PLAIN = Fused()
 # value heads and tokens that a warp of the pull-back carries: a matrix unit's rows
 LINES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One kernel launch, not made yet: so that it can also be compiled for a device not here.
-
-    Attributes:
-        kernel: The Triton function.
-        grid: Programs.
-        args: Run-time arguments, in order.
-        constants: Compile-time arguments by name.
-        warps: Warps of a program.
-        registers: Most registers of a thread; 0 leaves it to the compiler.
-        early: Start while the kernel before it still runs (it waits by itself).
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-    warps: int
-    registers: int = 0
-    early: bool = False
-
-    def run(self) -> None:
-        """Launch it."""
-        options: dict[str, Any] = {"num_warps": self.warps, "num_stages": 1}
-        if self.registers:
-            options["maxnreg"] = self.registers
-        if self.early:
-            options["launch_pdl"] = True
-        self.kernel[self.grid](*self.args, **self.constants, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +66,24 @@ def step_(
         fused: Gates, norms, skip and output gate to do inside the kernels.
         launch: Block sizes; the device's table decides when None.
     """
-    if plan.rows:
-        calls = step_calls(store, plan, block, out, fused, launch)
-        if len(calls) > 2 and out.is_cuda:
-            _run_beside(*calls)
-            return
-        for call in calls:
+    if not plan.rows:
+        return
+    first, *rest = step_calls(store, plan, block, out, fused, launch)
+    first.run()
+    if len(rest) == 1 or out.device.type != "cuda":
+        for call in rest:
             call.run()
+    else:
+        _run_beside(*rest, out.device)
 
 
-def _run_beside(pull: Call, due: Call, read: Call) -> None:
-    """Run the due tiles' kernel beside the read, on a stream of its own."""
-    main = torch.cuda.current_stream()
-    side = _side_stream(main.device)
-    pull.run()
+def _run_beside(aside: Call, call: Call, device: torch.device) -> None:
+    """Run two launches that need nothing of each other at the same time; a graph captures both."""
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        due.run()
-    read.run()
+        aside.run()
+    call.run()
     main.wait_stream(side)
 
 
@@ -156,35 +104,33 @@ def step_calls(
     spec = store.spec
     how = launch or choose_launch(spec, plan.rows, block.tokens, store.high.device)
     pulled = _pull_back(store, plan, block, fused, how)
-    at, ring = spec.layer, spec.ring
-    chunks = at.value_dim // ring.tiles
-    grid = (plan.rows * at.value_heads, ring.tiles * -(-chunks // how.chunk))
     none = store.high
     z = fused.z
     tensors = (
-        plan.counts, out, pulled.x, _or(pulled.scale, none), pulled.coef, _or(z, none),
+        plan.counts, out, pulled.x, present(pulled.scale, none), pulled.coef, present(z, none),
         *_planes(store),
     )  # fmt: skip
     numbers = (
-        plan.rows, *out.stride()[:2], *((0, 0) if z is None else z.stride()[:2]), *pulled.strides,
+        plan.rows, *strides(out, present(z, out)), *pulled.strides,
     )  # fmt: skip
-    strides = _slot_strides(store)
-    args = (*tensors, store.k, store.v, store.g, store.w, *numbers, *strides)
+    slots = _slot_strides(store)
+    args = (*tensors, store.k, store.v, store.g, store.w, *numbers, *slots)
     constants = {
         "T": block.tokens, "NE": pulled.coef.shape[-1], "DEPTH": plan.depth,
         "SHARED_X": pulled.scale is not None, "DIGITS": _takes_digits(store, out),
-        "HAS_Z": z is not None, "BR": how.read_rows, **_geometry(store), **_fold_blocks(store, how),
+        "HAS_Z": z is not None, "BR": how.read_rows, **_geometry(store),
+        **_fold_blocks(store, how, how.chunk),
     }  # fmt: skip
     if not how.fold_programs:
+        grid = _grid(store, plan.rows, constants["CHUNK"])
         return [pulled.call, Call(step_kernel, grid, args, constants, how.warps)]
-    # the rows of a tile share its column scales: one program folds them all
-    fold_chunk = chunks if store.columns is not None else how.fold_chunk
-    folding = {**constants, "CHUNK": fold_chunk, "BC": power_of_two(fold_chunk)}
+    early = overlaps(out.device)
+    folding = {**constants, **_fold_blocks(store, how, how.fold_chunk), "WAITS": early}
     folding["BR"] = min(how.read_rows, folding["BC"])
-    early = _has_asm(out.device)
-    folding["WAITS"] = early
     reading = {n: v for n, v in constants.items() if n not in ("DELTA", "CHANNEL", "BF")}
-    read_args = (*tensors, store.v, *numbers, *strides[:4], strides[5])
+    reading |= {"CHUNK": how.chunk, "BC": power_of_two(how.chunk)}
+    grid = _grid(store, plan.rows, how.chunk)
+    read_args = (*tensors, store.v, *numbers, *slots[:4], slots[5])
     return [
         pulled.call,
         Call(due_kernel, (how.fold_programs,), (plan.due, how.fold_programs, *args), folding,
@@ -203,13 +149,12 @@ def fold_call(store: LayerStore, plan: DevicePlan, launch: Launch | None = None)
     """Return the launch of :func:`fold_`."""
     spec = store.spec
     how = launch or choose_launch(spec, plan.rows, 1, store.high.device)
-    chunks = spec.layer.value_dim // spec.ring.tiles
-    grid = (plan.rows * spec.layer.value_heads, spec.ring.tiles * -(-chunks // how.chunk))
     args = (
         plan.counts, *_planes(store), store.k, store.v, store.g, store.w, plan.rows,
         *_slot_strides(store),
     )  # fmt: skip
-    constants = {**_geometry(store), **_fold_blocks(store, how)}
+    constants = {**_geometry(store), **_fold_blocks(store, how, how.chunk)}
+    grid = _grid(store, plan.rows, constants["CHUNK"])
     return Call(fold_kernel, grid, args, constants, how.warps)
 
 
@@ -237,16 +182,15 @@ def _pull_back(
     x, scale = none, none
     if is_parallel(spec):
         scale = torch.empty(rows, at.value_heads, tokens, ring.tiles, device=device)
-        strides = (block.q.stride(0), at.key_dim, 0, block.q.stride(1))
+        x_strides = (block.q.stride(0), at.key_dim, 0, block.q.stride(1))
     else:
         x = torch.empty(rows, at.value_heads, ring.tiles, tokens, at.key_dim, device=device)
-        strides = (x.stride(0), x.stride(1), x.stride(2), x.stride(3))
+        x_strides = (x.stride(0), x.stride(1), x.stride(2), x.stride(3))
     args = (
-        plan.counts, _or(plan.ancestors, none), block.q, block.k, block.v, block.g, block.w,
-        _or(fused.rate, none), _or(fused.bias, none), _or(fused.skip, none),
+        plan.counts, plan.ancestors, block.q, block.k, block.v, block.g, block.w,
+        present(fused.rate, none), present(fused.bias, none), present(fused.skip, none),
         store.k, store.v, store.g, store.w, coef, scale, x,
-        rows, *block.q.stride()[:2], *block.k.stride()[:2], *block.v.stride()[:2],
-        *block.g.stride()[:2], *block.w.stride()[:2],
+        rows, *strides(block.q, block.k, block.v, block.g, block.w),
         store.k.stride(0), store.v.stride(0), store.g.stride(0), store.w.stride(0),
         fused.q_scale, *fused.dt_limit, fused.norm_eps,
     )  # fmt: skip
@@ -255,26 +199,33 @@ def _pull_back(
         "R": ring.ring_len, "NE": entries, "WINDOW": ring.window, "KEEP": ring.keep,
         "TILES": ring.tiles, "GATES": fused.gates, "SKIP": fused.skip is not None,
         "NORM": fused.norm, "DELTA": at.write is Write.DELTA, "CHANNEL": not is_scalar,
-        "ASM": _has_asm(device),
+        "ASM": has_asm(device), "EARLY": overlaps(device),
         "BK": power_of_two(at.key_dim), "BV": power_of_two(at.value_dim),
     }  # fmt: skip
     # one query of a delta layer is carried back faster than its products of keys are made
     if is_parallel(spec) or (is_scalar and tokens > 1):
         lines = at.heads_per_key * tokens
-        constants["BL"] = min(max(power_of_two(lines), LINES), LINES if tokens == 1 else 4 * LINES)
-        kernel, grid = products_kernel, (rows, at.key_heads, -(-lines // constants["BL"]))
+        most = LINES if tokens == 1 else 4 * LINES
+        held = min(max(power_of_two(lines), LINES), most)
+        constants["BL"] = held
+        kernel, grid = products_kernel, (rows, at.key_heads, -(-lines // held))
     else:
         heads = at.heads_per_key if is_scalar else 1
         constants["BL"] = power_of_two(heads * tokens)
         kernel, grid = chain_kernel, (rows, at.value_heads // heads)
     call = Call(kernel, grid, args, constants, how.pull_warps, how.pull_registers)
     shared = is_parallel(spec)
-    return _Pulled(call, coef, block.q if shared else x, strides, scale if shared else None)
+    return _Pulled(call, coef, block.q if shared else x, x_strides, scale if shared else None)
 
 
 def _planes(store: LayerStore) -> tuple[Tensor, ...]:
     none = store.high
-    return (none, _or(store.low, none), _or(store.row_scale, none), _or(store.columns, none))
+    return (
+        none,
+        present(store.low, none),
+        present(store.row_scale, none),
+        present(store.columns, none),
+    )
 
 
 def _slot_strides(store: LayerStore) -> tuple[int, ...]:
@@ -288,26 +239,28 @@ def _geometry(store: LayerStore) -> dict[str, Any]:
         "H": at.key_heads, "HV": at.value_heads, "K": at.key_dim, "V": at.value_dim,
         "R": ring.ring_len, "WINDOW": ring.window, "KEEP": ring.keep, "TILES": ring.tiles,
         "FORMAT": store.spec.format.value, "DELTA": at.write is Write.DELTA,
-        "CHANNEL": at.decay is Decay.CHANNEL, "ASM": _has_asm(store.high.device),
+        "CHANNEL": at.decay is Decay.CHANNEL, "ASM": has_asm(store.high.device),
     }  # fmt: skip
 
 
-def _fold_blocks(store: LayerStore, how: Launch) -> dict[str, int]:
+def _fold_blocks(store: LayerStore, how: Launch, chunk: int) -> dict[str, int]:
+    spec = store.spec
+    if store.columns is not None:
+        # the rows of a tile share its column scales: one program folds them all
+        chunk = spec.layer.value_dim // spec.ring.tiles
     return {
-        "CHUNK": how.chunk, "BF": how.fold_rows, "BC": power_of_two(how.chunk),
-        "BK": power_of_two(store.spec.layer.key_dim),
+        "CHUNK": chunk, "BF": how.fold_rows, "BC": power_of_two(chunk),
+        "BK": power_of_two(spec.layer.key_dim),
     }  # fmt: skip
+
+
+def _grid(store: LayerStore, rows: int, chunk: int) -> tuple[int, int]:
+    """Return the programs of rows x value heads, chunks of value rows."""
+    at, ring = store.spec.layer, store.spec.ring
+    return rows * at.value_heads, ring.tiles * -(-(at.value_dim // ring.tiles) // chunk)
 
 
 def _takes_digits(store: LayerStore, out: Tensor) -> bool:
     # 15 bits of x are far under the rounding of a 16-bit output, and too few for fp32 ones
     words = store.spec.layer.key_dim % 4 == 0
     return store.columns is not None and out.dtype.itemsize == 2 and words
-
-
-def _has_asm(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.cuda is not None
-
-
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    return other if x is None else x

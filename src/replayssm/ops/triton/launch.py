@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from replayssm.formats import FORMATS
+from replayssm.ops.triton.call import power_of_two
 from replayssm.storage import StorageSpec
 from replayssm.types import Decay, Write
 
@@ -26,7 +27,8 @@ class Launch:
     """Block sizes of one layer's kernels.
 
     Attributes:
-        chunk: Value rows of one program of the step and read kernels.
+        chunk: Value rows of one program of the step and read kernels; one that folds takes a tile
+            of a scaled format whole.
         read_rows: Value rows that it reads at a time.
         fold_rows: Value rows that it folds at a time.
         warps: Warps of the step and read kernels.
@@ -34,7 +36,7 @@ class Launch:
         fold_programs: Programs that fold and read the tiles which are due, beside the read of the
             others; 0 does everything in one launch.
         fold_warps: Warps of one of them.
-        fold_chunk: Value rows that it takes at a time; a tile of a scaled format is taken whole.
+        fold_chunk: Value rows that it takes at a time, with the same exception.
         pull_registers: Most registers of a thread of the pull-back; 0 leaves it to the compiler.
         fold_registers: The same of the kernel of the due tiles.
     """
@@ -49,11 +51,6 @@ class Launch:
     fold_chunk: int = 64
     pull_registers: int = 0
     fold_registers: int = 0
-
-
-def power_of_two(n: int) -> int:
-    """Return the smallest power of two >= n."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 def is_parallel(spec: StorageSpec) -> bool:
@@ -71,8 +68,6 @@ def choose_launch(spec: StorageSpec, rows: int, tokens: int, device: torch.devic
             for name in ("chunk", "read_rows", "fold_rows", "fold_chunk"):
                 if name in sizes:
                     sizes[name] = min(sizes[name], power_of_two(per_tile))
-            if FORMATS[spec.format].scaled and not sizes.get("fold_programs"):
-                sizes["chunk"] = per_tile
             return Launch(**sizes)
     return default_launch(spec, rows)
 

@@ -14,7 +14,9 @@ from replayssm.types import ReadDepth
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replayssm.ring import BlockPlan
+    from numpy.typing import NDArray
+
+    from replayssm.ring import BlockPlan, RingSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,15 +26,19 @@ class DevicePlan:
     Attributes:
         counts: ``[6, B]`` int64: slot (-1 for a pad row), base, folded, committed, length, and
             whether the row's read is full.
-        ancestors: ``[B, T]`` int64 bit masks: the block's tokens on the path to each token, its own
-            included; None when every row is a chain of one token.
         depth: ``"high"``, ``"full"`` or ``"mixed"``: what the rows' reads have in common.
+        due: ``[1 + B * tiles]`` int32: how many value tiles fold in this forward, then
+            ``row * tiles + tile`` of each.
+        ancestors: ``[B, T]`` int64 bit masks: the block's tokens on the path to each token, its own
+            included.
+        parents: ``[B, T]`` int64, as in the plan; None when every row is a chain.
     """
 
     counts: Tensor
-    ancestors: Tensor | None
     depth: str
-    due: Tensor | None = None
+    due: Tensor
+    ancestors: Tensor
+    parents: Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -41,28 +47,68 @@ class DevicePlan:
 
 
 def device_plan(
-    plan: BlockPlan, depth: Sequence[ReadDepth], tokens: int, device: torch.device
+    plan: BlockPlan,
+    ring: RingSpec,
+    depth: Sequence[ReadDepth],
+    tokens: int,
+    device: torch.device,
 ) -> DevicePlan:
-    """Copy a plan to ``device``: one transfer, whatever the number of rows.
+    """Copy a plan to ``device`` in one transfer; the layers of a forward share the copy.
 
     Args:
         plan: The forward's plan.
+        ring: Ring sizes.
         depth: Read depth of each row.
         tokens: T of the block.
         device: Where the layer's tensors are.
     """
+    key = (ring, tuple(depth), tokens, device)
+    found = plan.on_device.get(key)
+    if not isinstance(found, DevicePlan):
+        found = plan.on_device[key] = _copy(plan, ring, depth, tokens, device)
+    return found
+
+
+def due_tiles(plan: BlockPlan, ring: RingSpec) -> NDArray[np.int32]:
+    """Return ``[1 + B * tiles]``: the number of value tiles that fold, then which."""
+    tile = np.arange(ring.tiles)
+    phase = tile * ring.window // ring.tiles
+
+    def folded_to(count: NDArray[np.int64]) -> NDArray[np.int64]:
+        past = count[:, None] - ring.keep - phase
+        boundary = past // ring.window * ring.window + phase
+        return np.maximum(plan.base[:, None], boundary)
+
+    after = folded_to(np.maximum(plan.folded, plan.committed))
+    is_due = (folded_to(plan.folded) < after) & (plan.slots >= 0)[:, None]
+    found = np.flatnonzero(is_due)
+    listed = np.zeros(1 + is_due.size, np.int32)
+    listed[0], listed[1 : 1 + len(found)] = len(found), found
+    return listed
+
+
+def _copy(
+    plan: BlockPlan, ring: RingSpec, depth: Sequence[ReadDepth], tokens: int, device: torch.device
+) -> DevicePlan:
     full = np.array([d is ReadDepth.FULL for d in depth], np.int64)
-    table = np.stack([plan.slots, plan.base, plan.folded, plan.committed, plan.lengths, full])
+    counts = np.stack([plan.slots, plan.base, plan.folded, plan.committed, plan.lengths, full])
     kinds = set(depth)
-    shared = "mixed" if len(kinds) > 1 else str(next(iter(kinds), ReadDepth.FULL).value)
-    paths = None if tokens == 1 else _ancestor_masks(plan, tokens)
-    if paths is None:
-        return DevicePlan(_to(table, device), None, shared)
-    both = _to(np.concatenate([table.ravel(), paths.ravel()]), device)
-    return DevicePlan(both[: table.size].view(6, -1), both[table.size :].view(paths.shape), shared)
+    shared = "mixed" if len(kinds) > 1 else next(iter(kinds), ReadDepth.FULL).value
+    parts = [counts, _ancestor_masks(plan, tokens)]
+    if plan.parents is not None:
+        wide = np.full((plan.rows, tokens), -1, np.int64)
+        wide[:, : plan.parents.shape[1]] = plan.parents
+        parts.append(wide)
+    due = due_tiles(plan, ring)
+    parts.append(np.pad(due, (0, len(due) % 2)).view(np.int64))
+    whole = _to(np.concatenate([part.ravel() for part in parts]), device)
+    cuts = whole.split([part.size for part in parts])
+    shaped = [cut.view(part.shape) for cut, part in zip(cuts, parts, strict=True)]
+    parents = shaped[2] if plan.parents is not None else None
+    return DevicePlan(shaped[0], shared, shaped[-1].view(torch.int32), shaped[1], parents)
 
 
-def _ancestor_masks(plan: BlockPlan, tokens: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+def _ancestor_masks(plan: BlockPlan, tokens: int) -> NDArray[np.int64]:
     own = np.left_shift(np.int64(1), np.arange(tokens, dtype=np.int64))
     masks = np.broadcast_to(np.cumsum(own), (plan.rows, tokens)).copy()
     if plan.parents is not None:
@@ -73,7 +119,7 @@ def _ancestor_masks(plan: BlockPlan, tokens: int) -> np.ndarray[tuple[int, int],
     return masks
 
 
-def _to(table: np.ndarray[tuple[int, ...], np.dtype[np.int64]], device: torch.device) -> Tensor:
+def _to(table: NDArray[np.int64], device: torch.device) -> Tensor:
     host = torch.from_numpy(np.ascontiguousarray(table))
     if device.type != "cuda":
         return host.to(device)

@@ -8,7 +8,8 @@ token's own entry.
 
 A program carries ``BL`` lines, a value head and a token each, of one row and key head, and appends
 their entries. A token's ancestors in its block are a bit mask, ``ancestors [B, T]`` int64. A pad
-row has no entries and no tokens: every mask is empty.
+row has no entries and no tokens: every mask is empty. ``EARLY``: what follows may start before the
+kernel ends, and waits by itself for what it needs.
 """
 
 import triton
@@ -120,8 +121,8 @@ def products_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, GATES: tl.constexpr, SKIP: tl.constexpr, NORM: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr, BL: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    BL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Scalar decays: from products of keys alone, all entries of a line side by side.
 
@@ -132,7 +133,7 @@ def products_kernel(
     per: tl.constexpr = HV // H
     B16: tl.constexpr = (ASM and ring_k.dtype.element_ty == tl.bfloat16
                          and q.dtype.element_ty == tl.bfloat16)  # fmt: skip
-    if ASM:
+    if EARLY:
         gdc_launch_dependents()
     line = tl.program_id(2) * BL + tl.arange(0, BL)
     e, kk = tl.arange(0, NE), tl.arange(0, BK)
@@ -255,8 +256,8 @@ def chain_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, GATES: tl.constexpr, SKIP: tl.constexpr, NORM: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr, BL: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+    BL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Any write and decay: entry by entry, newest first.
 
@@ -265,7 +266,7 @@ def chain_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     per: tl.constexpr = 1 if CHANNEL else HV // H
-    if ASM:
+    if EARLY:
         gdc_launch_dependents()
     line = tl.arange(0, BL)
     kk, t = tl.arange(0, BK), line % T

@@ -1,0 +1,108 @@
+"""Launches of the standard step and of the convolution."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from replayssm.ops.triton.call import PLAIN, Call, Fused, power_of_two, present, strides
+from replayssm.ops.triton.conv import conv_kernel
+from replayssm.ops.triton.standard import standard_kernel
+from replayssm.types import Decay, LayerSpec, Write
+
+if TYPE_CHECKING:
+    from replayssm.ops.triton.plan import DevicePlan
+    from replayssm.storage import LayerStore
+    from replayssm.types import Block
+
+CONV_CHANNELS = 256
+
+
+def standard_call(
+    state: Tensor,
+    layer: LayerSpec,
+    plan: DevicePlan,
+    block: Block,
+    out: Tensor,
+    targets: Tensor | None = None,
+    fused: Fused = PLAIN,
+    *,
+    rows: int | None = None,
+    warps: int = 1,
+) -> Call:
+    """Return the launch of the standard step.
+
+    Args:
+        state: ``[S, HV, V, K]``, dense but for the slots' stride.
+        layer: Geometry.
+        plan: Rows; slots and lengths are read.
+        block: ``[B, T, ...]`` inputs, a chain; the last two dimensions of q, k, v contiguous.
+        out: ``[B, T, HV, V]``.
+        targets: ``[B, T]`` int64 slots that get the state after each token.
+        fused: Gates, norms, skip and output gate to do inside.
+        rows: Value rows of a program; 8 fp32 or 16 of two bytes when None.
+        warps: Warps of a program.
+    """
+    per_program = min(rows or 32 // state.element_size(), power_of_two(layer.value_dim))
+    args = (
+        plan.counts, present(targets, plan.counts), out, state,
+        block.q, block.k, block.v, block.g, block.w,
+        present(fused.rate, out), present(fused.bias, out), present(fused.skip, out),
+        present(fused.z, out), plan.rows, state.stride(0), *strides(out, present(fused.z, out)),
+        *strides(block.q, block.k, block.v, block.g, block.w),
+        fused.q_scale, *fused.dt_limit, fused.norm_eps,
+    )  # fmt: skip
+    constants = {
+        "T": block.tokens, "H": layer.key_heads, "HV": layer.value_heads, "K": layer.key_dim,
+        "V": layer.value_dim, "GATES": fused.gates, "SKIP": fused.skip is not None,
+        "NORM": fused.norm, "DELTA": layer.write is Write.DELTA,
+        "CHANNEL": layer.decay is Decay.CHANNEL, "HAS_Z": fused.z is not None,
+        "SNAPSHOTS": targets is not None, "BR": per_program, "BK": power_of_two(layer.key_dim),
+    }  # fmt: skip
+    grid = (plan.rows * layer.value_heads, -(-layer.value_dim // per_program))
+    return Call(standard_kernel, grid, args, constants, warps)
+
+
+def conv_call(
+    store: LayerStore,
+    plan: DevicePlan,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+) -> Call:
+    """Return the launch of a layer's convolution; arguments as :func:`replayssm.ops.conv_`."""
+    if store.conv is None:
+        raise TypeError("conv: this layer keeps no inputs of a convolution")
+    tokens, channels = x.shape[1:]
+    args = (
+        plan.counts, present(plan.parents, plan.counts), out, x, weight, present(bias, weight),
+        store.conv, plan.rows, store.conv.stride(0), *strides(out, x), weight.stride(0),
+    )  # fmt: skip
+    constants = {
+        "T": tokens, "C": channels, "RC": store.conv.shape[1], "WIDTH": weight.shape[1],
+        "BIAS": bias is not None, "TREE": plan.parents is not None, "BC": CONV_CHANNELS,
+    }  # fmt: skip
+    return Call(conv_kernel, (plan.rows, -(-channels // CONV_CHANNELS)), args, constants, 2)
+
+
+def inner_dense(x: Tensor) -> Tensor:
+    """Return ``x [B, T, ...]`` with everything after the tokens contiguous; copies if need be."""
+    dense = 1
+    for size, stride in zip(reversed(x.shape[2:]), reversed(x.stride()[2:]), strict=True):
+        if size != 1 and stride != dense:
+            return x.contiguous()
+        dense *= size
+    return x
+
+
+def dense_weight(x: Tensor) -> Tensor:
+    """Return taps ``[C, width]`` with each channel's taps contiguous."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def empty_like_dense(x: Tensor) -> Tensor:
+    """Return an uninitialised dense tensor of x's shape and dtype."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,0 +1,1 @@
+"""Traffic: traces in, load against a target, one record per request out."""

@@ -1,0 +1,84 @@
+"""Kernels compile ahead of time for every kind of chip, and spill nowhere where we ship a table."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from replayssm.ring import BlockPlan, RingSpec
+from replayssm.storage import StorageSpec, allocate
+from replayssm.types import Block, ConvSpec, Decay, Format, LayerSpec, ReadDepth, Write
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled"
+    ),
+]
+
+LAYERS = {
+    "mamba2": LayerSpec(
+        Write.ADDITIVE, Decay.SCALAR, 8, 128, key_dim=128, value_dim=64, conv=ConvSpec(10240, 4)
+    ),
+    "gdn": LayerSpec(Write.DELTA, Decay.SCALAR, 16, 64, key_dim=128, value_dim=128),
+    "kda": LayerSpec(Write.DELTA, Decay.CHANNEL, 32, 32, key_dim=128, value_dim=128),
+}
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+
+
+def calls(name: str, fmt: str, tokens: int, depth: ReadDepth) -> dict[str, object]:
+    """Return one launch of every kernel by its name, at batch 64, on tensors that hold nothing."""
+    from replayssm.ops.triton.host import fold_call, step_calls
+    from replayssm.ops.triton.others import conv_call, standard_call
+    from replayssm.ops.triton.plan import device_plan
+
+    at, device, rows = LAYERS[name], torch.device("meta"), 64
+    tiles = 2 if at.value_dim > 64 else 1
+    ring = RingSpec(window=16, max_block=tokens, tiles=tiles)
+    store = allocate(StorageSpec(at, Format(fmt), ring, torch.bfloat16), rows, device)
+    zero = np.zeros(rows, np.int64)
+    host = BlockPlan(np.arange(rows), zero, zero, zero, zero + tokens)
+    plan = device_plan(host, ring, [depth] * rows, tokens, device)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(rows, tokens, *shape, dtype=torch.bfloat16, device=device)
+
+    key = (at.key_heads, at.key_dim)
+    value = (at.value_heads, at.value_dim)
+    block = Block(
+        empty(*key), empty(*key), empty(*value), empty(*at.gate_shape()), empty(at.value_heads)
+    )
+    made = [
+        *step_calls(store, plan, block, empty(*value)),
+        fold_call(store, plan),
+        standard_call(store.high, at, plan, block, empty(*value)),
+    ]
+    if at.conv is not None:
+        x = empty(at.conv.channels)
+        weight = torch.empty(at.conv.channels, at.conv.width, device=device)
+        made.append(conv_call(store, plan, x, weight, None, torch.empty_like(x)))
+    return {call.kernel.fn.__name__: call for call in made}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_kernel_compiles(name: str, target: str) -> None:
+    from replayssm.ops.triton.aot import compile_call
+
+    for call in calls(name, "f32", 1, ReadDepth.HIGH).values():
+        compile_call(call, target)
+
+
+@pytest.mark.parametrize("fmt", ["f32", "s32", "q24", "q16", "bf16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_read_kernel_spills_on_an_h200(name: str, fmt: str) -> None:
+    from replayssm.ops.triton.aot import compile_call
+
+    for kernel, call in calls(name, fmt, 1, ReadDepth.HIGH).items():
+        if kernel not in ("step_kernel", "due_kernel", "fold_kernel", "standard_kernel"):
+            found = compile_call(call, "sm_90")
+            assert found.spilled == 0, f"{kernel}: {found}"

@@ -1,0 +1,268 @@
+"""Every kernel against the fp64 oracle, by the budgets of the reference; on a GPU or interpreted.
+
+Inputs are fresh in every step, outputs, dead ring entries and lanes past a row's length are NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from replayssm.ops import conv_, standard_
+from replayssm.ops.reference import standard_ as reference_standard_
+from replayssm.ring import BlockPlan, RingSpec
+from replayssm.state import StatePool
+from replayssm.storage import LayerStore
+from replayssm.testing.budgets import fold_budget, folded_states, output_budget
+from replayssm.testing.factories import Regime, make_block, make_state
+from replayssm.types import Block, ConvSpec, Decay, Format, Impl, LayerSpec, ReadDepth, Write
+
+A, D, S, C = Write.ADDITIVE, Write.DELTA, Decay.SCALAR, Decay.CHANNEL
+HIGH, FULL = ReadDepth.HIGH, ReadDepth.FULL
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer, its storage, and how it is driven."""
+
+    layer: LayerSpec
+    format: str
+    depth: ReadDepth | None
+    window: int = 4
+    keep: int = 0
+    tokens: int = 1
+    tiles: int = 1
+    dtype: torch.dtype = torch.float32
+    regime: Regime = Regime.TYPICAL
+    is_tree: bool = False
+
+    def __str__(self) -> str:
+        at = self.layer
+        shape = f"{at.key_heads}-{at.value_heads}x{at.value_dim}x{at.key_dim}"
+        depth = "mixed" if self.depth is None else self.depth.value
+        name = f"{at.write.value}-{at.decay.value}-{shape}-{self.format}-{depth}"
+        tree = "-tree" if self.is_tree else ""
+        more = f"-w{self.window}-k{self.keep}-t{self.tokens}-n{self.tiles}{tree}"
+        return f"{name}{more}-{str(self.dtype)[6:]}-{self.regime.value}"
+
+
+def layer(write: Write, decay: Decay, heads: int, value_heads: int, k: int, v: int) -> LayerSpec:
+    return LayerSpec(write, decay, heads, value_heads, key_dim=k, value_dim=v)
+
+
+def on_cpu(store: LayerStore) -> LayerStore:
+    return LayerStore(store.spec, **{name: x.cpu().clone() for name, x in store.present().items()})
+
+
+def make_pool(case: Case, device: torch.device, slots: int = 5) -> StatePool:
+    ring = RingSpec(case.window, case.keep, case.tokens, case.tiles)
+    return StatePool(
+        [case.layer], slots, state=Format(case.format), ring=ring, ring_dtype=case.dtype,
+        device=device, impl=Impl.TRITON,
+    )  # fmt: skip
+
+
+def block_on(block: Block, device: torch.device, dtype: torch.dtype) -> Block:
+    q, k, v = (x.to(device, dtype) for x in (block.q, block.k, block.v))
+    return Block(q, k, v, block.g.to(device), block.w.to(device))
+
+
+def worst_excess(case: Case, device: torch.device, steps: int = 6) -> tuple[float, float]:
+    """Drive three sequences and a pad row; return the worst output and checkpoint excess.
+
+    Every row has its own phase, length and acceptance, every output is NaN before it is written and
+    so is every dead ring entry, and the lanes past a row's length hold NaN.
+    """
+    pool = make_pool(case, device)
+    refs = [
+        pool.admit_([make_state(case.layer, seed=i).to(device)], position=3 * i) for i in range(3)
+    ]
+    rows = [refs[0], None, refs[1], refs[2]]
+    store = pool.stores[0]
+    for ring in (store.k, store.v, store.g, store.w):
+        ring.fill_(float("nan"))
+    depth = [case.depth] * 4 if case.depth else [HIGH, FULL, FULL, HIGH]
+    worst_output = worst_fold = 0.0
+    for step in range(steps):
+        lengths = [1 + (step + i) % case.tokens for i in range(4)]
+        trees = [[(t - 1) // 2 for t in range(n)] for n in lengths] if case.is_tree else None
+        ticket = pool.begin(rows, lengths, trees)
+        block = make_block(case.layer, 4, case.tokens, seed=step, regime=case.regime)
+        for row, length in enumerate(lengths):
+            cut = 0 if rows[row] is None else length
+            for x in (block.q, block.k, block.v, block.g, block.w):
+                x[row, cut:] = float("nan")
+        given = block_on(block, device, case.dtype)
+        before = on_cpu(store)
+        out = torch.full_like(given.v, float("nan"))
+        pool.step_(ticket, 0, given, depth=depth, out=out)
+        after, seen = on_cpu(store), block_on(block, torch.device("cpu"), case.dtype)
+        exact = output_budget(after, ticket.plan, seen, depth, case.dtype)
+        worst_output = max(worst_output, exact.excess(out.cpu()))
+        folded = fold_budget(before, ticket.plan)
+        worst_fold = max(worst_fold, folded.excess(folded_states(after, ticket.plan)))
+        if case.is_tree:
+            kept = [ticket.plan.ancestors(row, n - 1) for row, n in enumerate(lengths)]
+            pool.commit_paths_(ticket, [None if rows[i] is None else p for i, p in enumerate(kept)])
+        else:
+            pool.commit_(ticket, [1 + step % n for n in lengths])
+    return worst_output, worst_fold
+
+
+TINY = layer(A, S, 1, 2, 16, 16)
+ODD = {
+    (A, S): layer(A, S, 2, 6, 20, 24),
+    (A, C): layer(A, C, 1, 2, 20, 24),
+    (D, S): layer(D, S, 2, 4, 20, 24),
+    (D, C): layer(D, C, 2, 2, 20, 24),
+}
+CASES = [
+    *(Case(at, fmt, FULL) for at in ODD.values() for fmt in ("f32", "q24")),
+    *(Case(ODD[A, S], fmt, HIGH) for fmt in ("s32", "q24", "q16", "bf16")),
+    *(Case(ODD[D, S], fmt, HIGH, dtype=torch.bfloat16) for fmt in ("s32", "q24", "q16", "bf16")),
+    Case(ODD[D, S], "s32", None, keep=2, tokens=3, tiles=2),
+    Case(ODD[A, S], "q24", None, keep=1, tokens=4, tiles=4),
+    Case(ODD[D, C], "q16", FULL, tokens=3, keep=1),
+    Case(ODD[A, C], "s32", HIGH, tokens=2, tiles=4),
+    *(Case(at, "f32", FULL, tokens=5, is_tree=True, window=6) for at in ODD.values()),
+    *(Case(ODD[D, S], "q24", FULL, regime=r) for r in (Regime.CLOSED, Regime.RESET, Regime.OPEN)),
+    *(Case(ODD[A, S], "f32", FULL, regime=r) for r in (Regime.CLOSED, Regime.HUGE_WRITES)),
+    *(Case(ODD[D, C], "f32", FULL, regime=r) for r in (Regime.CLOSED, Regime.RESET)),
+]
+LARGE = [
+    Case(layer(A, S, 8, 128, 128, 64), fmt, depth, 16, dtype=torch.bfloat16)
+    for fmt, depth in (("f32", HIGH), ("s32", HIGH), ("q24", HIGH), ("q24", FULL), ("q16", HIGH))
+] + [
+    Case(at, fmt, depth, 16, tokens=t, tiles=2, dtype=torch.bfloat16)
+    for at in (layer(D, S, 16, 64, 128, 128), layer(D, C, 8, 8, 128, 128))
+    for fmt, depth in (("f32", HIGH), ("q24", HIGH), ("q24", None), ("bf16", HIGH))
+    for t in (1, 4)
+]  # fmt: skip
+
+
+INTERPRETED = (
+    Case(TINY, "q24", HIGH, dtype=torch.bfloat16, window=3),
+    Case(ODD[A, S], "s32", None, tokens=2, keep=1, tiles=2, window=3),
+    Case(ODD[D, S], "q16", FULL, tokens=2, window=3),
+    Case(ODD[D, S], "f32", FULL, tokens=3, is_tree=True, window=3),
+    Case(ODD[D, C], "bf16", HIGH, window=3, regime=Regime.CLOSED),
+    Case(ODD[A, C], "q24", FULL, window=3, regime=Regime.RESET),
+)
+
+
+@pytest.mark.parametrize("case", [*INTERPRETED, *CASES], ids=str)
+def test_outputs_and_checkpoints_are_within_the_budget(case: Case, device: torch.device) -> None:
+    if device.type != "cuda" and case not in INTERPRETED:
+        pytest.skip("half a minute each under the interpreter; run it on a GPU")
+    worst_output, worst_fold = worst_excess(case, device, steps=2 * case.window)
+    assert worst_output <= 1
+    assert worst_fold <= 1
+
+
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_real_shapes_are_within_the_budget(case: Case, device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("real shapes take hours under the interpreter; run it on a GPU")
+    worst_output, worst_fold = worst_excess(case, device, steps=18)
+    assert worst_output <= 1
+    assert worst_fold <= 1
+
+
+@pytest.mark.parametrize("at", ODD.values(), ids=lambda at: f"{at.write}-{at.decay}")
+def test_the_read_depth_leaves_no_trace_in_a_checkpoint(
+    at: LayerSpec, device: torch.device
+) -> None:
+    stores = []
+    for depth in (HIGH, FULL):
+        pool = make_pool(Case(at, "q24", depth), device)
+        ref = pool.admit_([make_state(at, seed=0).to(device)])
+        for step in range(9):
+            ticket = pool.begin([ref])
+            given = block_on(make_block(at, 1, 1, seed=step), device, torch.float32)
+            pool.step_(ticket, 0, given, depth=depth)
+            pool.commit_(ticket, 1)
+        stores.append(pool.stores[0])
+    first, second = (store.present() for store in stores)
+    assert all(torch.equal(first[name].cpu(), second[name].cpu()) for name in first)
+
+
+def test_rejected_drafts_leave_no_trace_in_a_checkpoint(device: torch.device) -> None:
+    at = ODD[D, S]
+    blocks = [make_block(at, 1, 1, seed=i) for i in range(12)]
+
+    def run(drafts: int) -> dict[str, torch.Tensor]:
+        pool = make_pool(Case(at, "q24", FULL, tokens=3), device)
+        ref = pool.admit_([make_state(at, seed=0).to(device)])
+        for i, block in enumerate(blocks):
+            junk = make_block(at, 1, drafts, seed=99 + i)
+            fields = zip(
+                (block.q, block.k, block.v, block.g, block.w),
+                (junk.q, junk.k, junk.v, junk.g, junk.w),
+                strict=True,
+            )
+            both = Block(*(torch.cat(pair, 1) for pair in fields))
+            ticket = pool.begin([ref], 1 + drafts)
+            pool.step_(ticket, 0, block_on(both, device, torch.float32))
+            pool.commit_(ticket, 1)
+        pool.fold_([ref])
+        present = pool.stores[0].present()
+        return {name: present[name].cpu() for name in ("high", "low", "row_scale", "columns")}
+
+    plain, speculated = run(0), run(2)
+    assert all(torch.equal(plain[name], speculated[name]) for name in plain)
+
+
+@pytest.mark.parametrize("at", ODD.values(), ids=lambda at: f"{at.write}-{at.decay}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("has_targets", [False, True], ids=["in-place", "snapshots"])
+def test_the_standard_step_is_the_recurrence(
+    at: LayerSpec, dtype: torch.dtype, has_targets: bool, device: torch.device
+) -> None:
+    slots = np.array([3, -1, 0])
+    zero = np.zeros(3, np.int64)
+    plan = BlockPlan(slots, zero, zero, zero, np.array([3, 0, 2]))
+    targets = np.array([[1, 4, 3], [0, 0, 0], [2, 0, 0]]) if has_targets else None
+    block = make_block(at, 3, 3, seed=1)
+    states = torch.stack([make_state(at, seed=i) for i in range(5)]).to(dtype)
+    expected_states, expected = states.clone(), torch.zeros_like(block.v)
+    reference_standard_(expected_states, plan, block, at.write, expected, targets)
+    given = states.to(device)
+    out = standard_(
+        given, at, plan, block_on(block, device, torch.float32), impl=Impl.TRITON, targets=targets
+    )
+    # the same operations; only sums over keys run in another order
+    ulp = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=2e-5 if ulp < 1e-3 else 5e-2)
+    torch.testing.assert_close(given.cpu(), expected_states, rtol=4 * ulp, atol=1e-5 + 4 * ulp)
+
+
+@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+def test_the_convolution_is_the_reference_bit_for_bit(is_tree: bool, device: torch.device) -> None:
+    at = LayerSpec(D, S, 1, 2, 16, 16, ConvSpec(channels=300, width=4))
+    rng = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(300, 4, generator=rng), torch.randn(300, generator=rng)
+    ring = RingSpec(4, 1, 3)
+    pools = [
+        StatePool([at], 3, ring=ring, device=where, impl=impl)
+        for where, impl in ((torch.device("cpu"), Impl.REFERENCE), (device, Impl.TRITON))
+    ]
+    refs = [[pool.admit_(), pool.admit_()] for pool in pools]
+    for step in range(7):
+        x = torch.randn(2, 3, 300, generator=rng)
+        lengths = [1 + step % 3, 3]
+        trees = [[-1, 0, 0][: lengths[0]], [-1, 0, 0]] if is_tree else None
+        outputs = []
+        for pool, rows in zip(pools, refs, strict=True):
+            where = pool.device
+            ticket = pool.begin(rows, lengths, trees)
+            given = (x.to(where), weight.to(where), bias.to(where))
+            outputs.append(conv_(pool.stores[0], ticket.plan, *given, impl=pool.impl).cpu())
+            ticket.stepped.add(0)
+            ticket.convolved.add(0)
+            paths = [[0], [0, 2]] if is_tree else None
+            pool.commit_paths_(ticket, paths) if paths else pool.commit_(ticket, [1, 2])
+        torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-6, atol=1e-6)
+    assert torch.equal(pools[0].stores[0].conv, pools[1].stores[0].conv.cpu())
