@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import replayssm
-from replayssm.cli import bench, env, evaluate, generate, plan_memory, trace
+from replayssm.cli import bench, drill, env, evaluate, generate, plan_memory, serve, trace
 from replayssm.cli.output import ExitCode, code_of, report_error
 from replayssm.errors import ReplayError
 
@@ -27,6 +27,8 @@ app = typer.Typer(
 )
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
+app.command("drill")(drill.drill)
 app.command("plan-memory")(plan_memory.plan_memory)
 app.command("env")(env.env)
 app.add_typer(trace.app, name="trace")
