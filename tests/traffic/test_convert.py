@@ -132,7 +132,8 @@ def test_instants_follow_the_profile():
 
 
 def test_a_day_has_its_peak_at_noon_and_sessions_at_night():
-    spec = synth.DayNight(span=90.0, day=2000, sessions=3, turns=5, long_share=0.1)
+    lengths = synth.Lengths(10, 100, 0.5)
+    spec = synth.DayNight(90.0, 2000, sessions=3, turns=5, long_share=0.1, lengths=lengths)
     trace = synth.day_night(spec, seed=1)
     cohorts = Counter(r.cohort for r in trace.requests)
     assert cohorts["night"] == 15

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -186,6 +187,15 @@ def test_an_empty_reply_is_a_failure():
 
     (r,) = go(trace(TraceRequest(0.0, 4, 2)), Empty()).records
     assert (r.status, r.error) == (Status.FAILED, "empty: the reply has no token")
+
+
+def test_tokens_that_only_the_target_counted_are_told_apart():
+    class Terse(Steady):
+        async def send(self, call, on_tokens):
+            return replace(await super().send(call, on_tokens), output_tokens=9)
+
+    (r,) = go(trace(TraceRequest(0.0, 4, 2)), Terse()).records
+    assert (r.output_tokens, len(r.token_times_s), r.uncounted_tokens) == (9, 2, 7)
 
 
 def test_the_rest_is_cut_after_the_drain_and_waiting_turns_are_not_sent():

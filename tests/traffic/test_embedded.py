@@ -57,6 +57,12 @@ def test_a_step_takes_the_time_that_it_costs():
     assert all(r.ttft == pytest.approx(0.25, abs=1e-5) for r in records)
 
 
+def test_a_request_that_takes_a_place_joins_the_next_step():
+    load = synth.closed_loop(40, 4, synth.Lengths(4, 10, 0.5))
+    records = in_virtual_time(load, [FakeEngine(cost=0.25)]).records
+    assert all(r.ttft == pytest.approx(0.25, abs=1e-5) for r in records)
+
+
 def test_twice_the_cost_is_half_the_throughput():
     load = synth.closed_loop(40, 4, synth.Lengths(4, 10))
     found = [
@@ -162,6 +168,17 @@ def test_numbers_of_all_engines_are_summed_and_the_rest_left_out():
     assert run.samples[-1].counters == {
         "refused_moves": 0, "steps": steps, "by_kind.decode": steps, "running": 0,
     }  # fmt: skip
+
+
+def test_what_has_ended_is_held_by_no_engine():
+    engine = FakeEngine()
+    fleet = Fleet([engine])
+    fleet.submit("a", ask_of("a", tokens=1))
+    fleet.step()
+    # the engine would not know it
+    fleet.cancel("a")
+    fleet.move("a")
+    assert engine.log == []
 
 
 def test_no_engines_are_refused():

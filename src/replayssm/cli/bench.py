@@ -10,40 +10,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from replayssm.cli import load_output, load_progress, trace
+from replayssm.cli import bench_engine, load_output, load_progress, trace
+from replayssm.cli import load_options as options
 from replayssm.cli.output import ExitCode, make_folder, print_json
 from replayssm.errors import ContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from replayssm.traffic.energy import Energy
     from replayssm.traffic.http import Endpoint, HttpOptions
     from replayssm.traffic.prompts import Prompts
     from replayssm.traffic.run import Run, Settings, Watch
     from replayssm.traffic.trace import Trace
 
-app = typer.Typer(name="bench", help="Load: serve, client, null-server.", no_args_is_help=True)
+app = typer.Typer(name="bench", help="Load: serve, engine, client.", no_args_is_help=True)
+app.command("engine")(bench_engine.engine)
 
-PRIVATE = ("--header", "--base-url")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 BaseUrl = Annotated[str, typer.Option(help="Address of the server.")]
 ModelName = Annotated[str, typer.Option(help="Name of the model that is asked for.")]
 EndpointName = Annotated[str, typer.Option(help="completions or chat.")]
-Goodput = Annotated[
-    list[str] | None,
-    typer.Option(help="A limit in ms, such as ttft:500; once for each.", show_default=False),
-]
-MaxConcurrency = Annotated[
-    int | None, typer.Option(help="Most requests in flight.", show_default="no limit")
-]
-Warmups = Annotated[int, typer.Option(help="Requests sent before the schedule starts.")]
-WarmupS = Annotated[float, typer.Option(help="First seconds that do not count.")]
-DrainS = Annotated[
-    float | None,
-    typer.Option(help="Seconds after the last send until the rest is cut.", show_default="waits"),
-]
 Vocabulary = Annotated[int, typer.Option(help="Prompt ids are drawn below this.")]
 FirstId = Annotated[int, typer.Option(help="Smallest prompt id.")]
 AsText = Annotated[bool, typer.Option("--text", help="Prompts as text; chat always has them so.")]
@@ -60,14 +46,7 @@ Header = Annotated[
     typer.Option(help="NAME=VALUE of a header, not recorded; once for each.", show_default=False),
 ]
 ExtraBody = Annotated[str, typer.Option(help="JSON object added to every request.")]
-Metadata = Annotated[
-    list[str] | None,
-    typer.Option(help="NAME=VALUE kept in the result; once for each.", show_default=False),
-]
-Label = Annotated[str | None, typer.Option(help="Name of the run.", show_default=False)]
-ResultDir = Annotated[Path, typer.Option(help="Folder of the results.")]
 ReadyS = Annotated[float, typer.Option(help="Seconds to wait for the server.")]
-QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 
 Rate = Annotated[float, typer.Option(help="Requests a second.")]
 Duration = Annotated[float, typer.Option(help="Seconds.")]
@@ -83,11 +62,11 @@ def serve(
     base_url: BaseUrl = "http://127.0.0.1:8000",
     model: ModelName = "default",
     endpoint: EndpointName = "completions",
-    goodput: Goodput = None,
-    max_concurrency: MaxConcurrency = None,
-    num_warmups: Warmups = 4,
-    warmup_s: WarmupS = 0.0,
-    drain_s: DrainS = None,
+    goodput: options.Goodput = None,
+    max_concurrency: options.MaxConcurrency = None,
+    num_warmups: options.Warmups = 4,
+    warmup_s: options.WarmupS = 0.0,
+    drain_s: options.DrainS = None,
     vocabulary: Vocabulary = 256,
     first_id: FirstId = 0,
     as_text: AsText = False,
@@ -97,14 +76,14 @@ def serve(
     timeout_s: TimeoutS = None,
     header: Header = None,
     extra_body: ExtraBody = "{}",
-    metadata: Metadata = None,
-    label: Label = None,
-    result_dir: ResultDir = Path("replayssm-bench"),
+    metadata: options.Metadata = None,
+    label: options.Label = None,
+    result_dir: options.ResultDir = Path("replayssm-bench"),
     ready_timeout_s: ReadyS = 60.0,
     seed: trace.Seed = 0,
     skip_bad: trace.SkipBad = False,
     as_json: trace.Json = False,
-    quiet: QuietFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Drive an OpenAI-compatible server with a trace and record every request."""
     from replayssm.traffic import slo
@@ -114,8 +93,9 @@ def serve(
     from replayssm.traffic.run import Settings
 
     limits, way = slo.parse(goodput or []), _endpoint(endpoint)
-    options = HttpOptions(
-        base_url, model, way, _pairs("--header", header), _object(extra_body), temperature,
+    kept = options.pairs("--metadata", metadata)
+    server = HttpOptions(
+        base_url, model, way, options.pairs("--header", header), _object(extra_body), temperature,
         ignore_eos, timeout_s, send_cohort,
     )  # fmt: skip
     load, _ = trace.read(path, skip_bad=skip_bad, seed=seed)
@@ -124,11 +104,11 @@ def serve(
     prompts = Prompts(vocabulary, block_size=load.block_size, first_id=first_id, seed=seed)
     about = About(
         "openai-chat" if way == "chat" else "openai", model, label,
-        _config(options, settings, prompts), _pairs("--metadata", metadata), _manifest(seed),
+        _config(server, settings, prompts), kept, options.manifest(seed),
     )  # fmt: skip
     make_folder("--result-dir", result_dir)
     with load_progress.choose(quiet, len(load.requests)) as watch:
-        ran, used = asyncio.run(_drive(load, options, prompts, settings, ready_timeout_s, watch))
+        ran, used = asyncio.run(_drive(load, server, prompts, settings, ready_timeout_s, watch))
     load_output.finish(ran, load, limits, used, about, result_dir, as_json=as_json)
 
 
@@ -142,7 +122,7 @@ def client(
     limit_ms: LimitMs = 20.0,
     seed: trace.Seed = 0,
     as_json: trace.Json = False,
-    quiet: QuietFlag = False,
+    quiet: options.QuietFlag = False,
 ) -> None:
     """Measure the client itself against a server that does no work, in a process of its own."""
     from replayssm.traffic.self_check import Load, check
@@ -201,15 +181,6 @@ def _endpoint(name: str) -> Endpoint:
     return Endpoint(name)
 
 
-def _pairs(option: str, words: list[str] | None) -> dict[str, str]:
-    pairs = [word.partition("=") for word in words or []]
-    for name, equals, _ in pairs:
-        if not name or not equals:
-            # what follows the name may be a secret
-            raise ContractError(option, "NAME=VALUE", "a word without it")
-    return {name: value for name, _, value in pairs}
-
-
 def _object(text: str) -> dict[str, object]:
     try:
         found = json.loads(text)
@@ -228,22 +199,3 @@ def _config(options: HttpOptions, settings: Settings, prompts: Prompts) -> dict[
     # a result is passed on, and names no host
     made["base_url"] = "local" if urlsplit(options.base_url).hostname in LOCAL else "remote"
     return {**made, **asdict(settings), **prompts.settings}
-
-
-def _manifest(seed: int) -> dict[str, object]:
-    from replayssm.evaluate.manifest import collect
-
-    found = asdict(collect(seed=seed))
-    return {**found, "argv": _redacted(found["argv"])}
-
-
-def _redacted(argv: Sequence[str]) -> list[str]:
-    """Leave keys and hosts out of a command line."""
-    shown: list[str] = []
-    for word in argv:
-        option, equals, _ = word.partition("=")
-        if shown and shown[-1] in PRIVATE:
-            shown.append("...")
-        else:
-            shown.append(f"{option}=..." if equals and option in PRIVATE else word)
-    return shown
