@@ -55,7 +55,7 @@ from replayssm.state import StatePool
 from replayssm.types import Block
 
 RESULT = Path(__file__).parent / "results" / "calibration.json"
-MODEL, PROMPT, OUTPUT, ROWS = "gdn-tiny", 16, 6, 2
+MODEL, PROMPT, OUTPUT = "gdn-tiny", 16, 6
 PAIRS, RESAMPLED, LIVE, VIRTUAL = 8, 2000, 20, 200
 SLOWER, NOISE = 0.05, 0.05
 MARGIN, LOGIT_MARGIN = 0.002, 1e-3
@@ -64,16 +64,23 @@ CANDIDATE = Variant(name="s32-full", path="replay", state="s32")
 Run = Callable[[], float]
 
 
-def server(subject: Subject, clock: Any = None, lag: float = 0.0) -> Run:  # noqa: ANN401
+def server(
+    subject: Subject,
+    clock: Any = None,  # noqa: ANN401
+    *,
+    rows: int = 1,
+    lag: float = 0.0,
+) -> Run:
     """Return a function that serves a few requests and returns the seconds it took.
 
     Args:
         subject: The model.
         clock: The engine's clock.
+        rows: Requests, all at once.
         lag: Share of every step that is waited on top.
     """
     clock = MonotonicClock() if clock is None else clock
-    limits = Limits(slots=ROWS, context=PROMPT + OUTPUT, prefill_chunk=ROWS * PROMPT)
+    limits = Limits(slots=rows, context=PROMPT + OUTPUT, prefill_chunk=rows * PROMPT)
     engine = Engine(subject.model, limits, router=lambda _: STANDARD, clock=clock)
     honest = engine.step
 
@@ -95,9 +102,9 @@ def server(subject: Subject, clock: Any = None, lag: float = 0.0) -> Run:  # noq
     driver = Driver(engine, request, lambda _: None)
     jobs = [
         Job(f"r{i}", 0.0, tuple(tokens[i * PROMPT : (i + 1) * PROMPT]), OUTPUT, "all")
-        for i in range(ROWS)
+        for i in range(rows)
     ]
-    return lambda: driver.run(jobs, ROWS).span_s
+    return lambda: driver.run(jobs, rows).span_s
 
 
 def paired(a: Run, b: Run, pairs: int) -> list[float]:
@@ -219,14 +226,15 @@ def told(comparison: Comparison) -> dict[str, float]:
 
 def live(subject: Subject) -> dict[str, object]:
     """Run the parts that need a machine at rest."""
-    a, b, slow = server(subject), server(subject), server(subject, lag=SLOWER)
-    for run in (a, b, slow):
+    a, b = server(subject), server(subject)
+    plain, slow = server(subject, rows=2), server(subject, rows=2, lag=SLOWER)
+    for run in (a, b, plain, slow):
         run()
-    series = [a() for _ in range(120)]
+    series = [a() for _ in range(160)]
     calm = sum(not compare(paired(a, b, PAIRS)).differs for _ in range(LIVE))
-    pilot = paired(a, slow, PAIRS)
+    pilot = paired(plain, slow, PAIRS)
     wanted = pairs_for_effect(careful_spread(pilot), SLOWER, confidence=0.95, power=0.8)
-    logs = pilot + paired(a, slow, max(0, wanted - PAIRS))
+    logs = pilot + paired(plain, slow, max(0, wanted - PAIRS))
     return {
         "resampled": {
             "runs": len(series),

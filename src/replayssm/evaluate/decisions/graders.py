@@ -32,7 +32,7 @@ ACTIONS = (
     "upgrade",
 )
 _QUESTION = re.compile(r"([A-Za-z][A-Za-z ]*(?:=|: | is ))$")
-_VALUE = re.compile(r"\w+")
+_WORD = re.compile(r"\s*(\S+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ def form(ticket: Ticket) -> bool | None:
 
 
 def consistency(ticket: Ticket) -> bool | None:
-    """A reply opens with the same value as the baseline's reply to the same ticket."""
-    mine, theirs = (_VALUE.match(text) for text in (ticket.reply, ticket.reference))
+    """A reply opens with the same word as the baseline's reply to the same ticket."""
+    mine, theirs = (_WORD.match(text) for text in (ticket.reply, ticket.reference))
     if theirs is None:
         return None
-    return mine is not None and mine.group() == theirs.group()
+    return mine is not None and mine.group(1) == theirs.group(1)
 
 
 _KNOWN: dict[str, Grader] = {
