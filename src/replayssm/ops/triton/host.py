@@ -20,9 +20,9 @@ from replayssm.ops.triton.call import (
     present,
     strides,
 )
+from replayssm.ops.triton.kernels.pullback import chain_kernel, products_kernel
+from replayssm.ops.triton.kernels.step import due_kernel, fold_kernel, read_kernel, step_kernel
 from replayssm.ops.triton.launch import Launch, choose_launch, is_parallel
-from replayssm.ops.triton.pullback import chain_kernel, products_kernel
-from replayssm.ops.triton.step import due_kernel, fold_kernel, read_kernel, step_kernel
 from replayssm.types import Decay, Write
 
 if TYPE_CHECKING:

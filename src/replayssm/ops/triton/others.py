@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from replayssm.ops.triton.call import PLAIN, Call, Fused, power_of_two, present, strides
-from replayssm.ops.triton.conv import conv_kernel
-from replayssm.ops.triton.standard import standard_kernel
+from replayssm.ops.triton.kernels.conv import conv_kernel
+from replayssm.ops.triton.kernels.standard import standard_kernel
 from replayssm.types import Decay, LayerSpec, Write
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Value rows never mix, so a chunk is folded in blocks of ``BF`` rows that stay in registers. With
 scalar decays a window is one or two matrix products on the tensor cores; entries with a decay per
-channel are folded one at a time. Every decay is the exponential of a sum of its own gates.
+channel are folded one at a time. Every decay is a product of those of single entries.
 
 Scaled formats need a column scale before a block can be encoded, and no block sees the others: it
 is the bound ``c' = c D + sum_j D_j w_j max|v_j| |k_j|`` on the new state's columns, from the old
@@ -12,8 +12,8 @@ scale and the entries alone (docs/decisions/0004).
 import triton
 import triton.language as tl
 
-from replayssm.ops.triton.common import dot_exact
-from replayssm.ops.triton.planes import (
+from replayssm.ops.triton.kernels.common import decay_of, dot_exact, product
+from replayssm.ops.triton.kernels.planes import (
     COLUMN_SCALE_MAX,
     COLUMN_SCALE_MIN,
     read_rows,
@@ -55,9 +55,9 @@ def _column_bound(
         gates = tl.load(ring_g + at[:, None] * K + kk[None, :], k_live, 0.0)
         later = tl.load(ring_g + following[:, None] * K + kk[None, :],
                         k_live & more[:, None], 0.0)  # fmt: skip
-        after = tl.exp(tl.cumsum(later, 0, reverse=True))
+        after = tl.cumprod(decay_of(later), 0, reverse=True)
         part = tl.sum(largest[:, None] * after * tl.abs(keys), 0)
-        bound = bound * tl.exp(tl.sum(gates, 0)) + part
+        bound = bound * product(decay_of(gates), 0) + part
     return _as_scale(bound, old)
 
 
@@ -84,7 +84,7 @@ def _fold_rows(
         next_value = tl.load(ring_v + at * V + rows, rows_live & more, 0.0)
         next_w = tl.load(ring_w + at, more, 0.0)
         next_g = tl.load(ring_g + at * K + kk, k_live & more, 0.0)
-        state = state * tl.exp(log_decay)[None, :]
+        state = state * decay_of(log_decay)[None, :]
         if DELTA:
             value -= tl.sum(state * key[None, :], 1)
         state += (strength * value)[:, None] * key[None, :]
@@ -123,23 +123,24 @@ def _fold_products(
     at, next_at = start + e, start + e + 1
     at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
     keys = tl.load(ring_k + at[:, None] * K + kk[None, :], e_live[:, None] & k_live[None, :], 0.0)
-    # the decay behind an entry is the sum of the newer gates, never a difference of sums
+    # the decay behind an entry is the product of the newer decays, never a quotient of products
     later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
-    after = tl.exp(tl.cumsum(later, 0, reverse=True))
-    gates, strength = tl.load(ring_g + at, e_live, 0.0), tl.load(ring_w + at, e_live, 0.0)
-    weight, carry = strength * after, tl.exp(tl.sum(gates, 0))
+    after = tl.cumprod(decay_of(later), 0, reverse=True)
+    decay = decay_of(tl.load(ring_g + at, e_live, 0.0))
+    strength = tl.load(ring_w + at, e_live, 0.0)
+    weight, carry = strength * after, product(decay, 0)
     if DELTA:
         newer, older = e[:, None], e[None, :]
-        between = tl.cumsum(tl.where(newer > older, gates[:, None], 0.0), 0)
+        between = tl.cumprod(tl.where(newer > older, decay[:, None], 1.0), 0)
         if B16:
             products = tl.dot(keys, tl.trans(keys))
         else:
             wide = keys.to(tl.float32)
             products = tl.dot(wide, tl.trans(wide), input_precision="ieee")
-        lower = strength[:, None] * tl.exp(between) * products
+        lower = strength[:, None] * between * products
         solve = _inverse_of_unit_lower(tl.where(newer > older, lower, 0.0), FE)
         solve = solve * after[None, :]
-        upto = strength * tl.exp(tl.cumsum(gates, 0))
+        upto = strength * tl.cumprod(decay, 0)
     if SCALED:
         every = row0 + tl.arange(0, BC)
         sizes = tl.load(ring_v + at[:, None] * V + every[None, :],

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from replayssm.ops.triton.common import (
+from replayssm.ops.triton.kernels.common import (
     BASE,
     COMMITTED,
     FOLDED,
@@ -21,8 +21,8 @@ from replayssm.ops.triton.common import (
     folded_to,
     oldest_needed,
 )
-from replayssm.ops.triton.fold import fold_chunk
-from replayssm.ops.triton.read import read_chunk
+from replayssm.ops.triton.kernels.fold import fold_chunk
+from replayssm.ops.triton.kernels.read import read_chunk
 
 
 @triton.jit

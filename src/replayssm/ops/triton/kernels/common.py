@@ -34,6 +34,30 @@ def oldest_needed(base, folded, WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES:
 
 
 @triton.jit
+def decay_of(gates):
+    """Return exp(gates) within a few units in the last place, exactly 0 for -inf.
+
+    The chip's exponential is one of base 2: a gate times log2(e) loses as many of its last bits as
+    the gate is large, so what that product lost is put back.
+    """
+    x = tl.where(gates < -200.0, -200.0, gates)
+    scaled = x * 1.4426950408889634
+    lost = tl.fma(x, 1.4426950408889634, -scaled) + x * 1.9259629911266175e-8
+    return tl.exp2(scaled) * (1.0 + lost * 0.6931471805599453)
+
+
+@triton.jit
+def _times(a, b):
+    return a * b
+
+
+@triton.jit
+def product(x, AXIS: tl.constexpr):
+    """Return the product along an axis."""
+    return tl.reduce(x, AXIS, _times)
+
+
+@triton.jit
 def softplus(x):
     """Return log(1 + exp(x)) with full relative precision at both ends."""
     grown = tl.exp(tl.minimum(x, 20.0))

@@ -7,7 +7,7 @@ tokens. With ``targets`` every token's state is written to a slot of its own (a 
 import triton
 import triton.language as tl
 
-from replayssm.ops.triton.common import LENGTH, SLOT, gate, unit
+from replayssm.ops.triton.kernels.common import LENGTH, SLOT, decay_of, gate, unit
 
 
 @triton.jit
@@ -53,9 +53,9 @@ def standard_kernel(
         log_decay, strength = gate(raw_g.to(tl.float32), raw_w, rate, bias, w_low, w_high, GATES)
         query, key = unit(query, eps, NORM) * q_scale, unit(key, eps, NORM)
         if CHANNEL:
-            s *= tl.exp(log_decay)[None, :]
+            s *= decay_of(log_decay)[None, :]
         else:
-            s *= tl.exp(log_decay)
+            s *= decay_of(log_decay)
         u = value
         if DELTA:
             u -= tl.sum(s * key[None, :], 1)

@@ -7,8 +7,8 @@ into two signed base-256 digits (15 bits and sign), and four products a lane go 
 import triton
 import triton.language as tl
 
-from replayssm.ops.triton.common import dot4, dot_near, larger
-from replayssm.ops.triton.planes import read_full, step_size
+from replayssm.ops.triton.kernels.common import dot4, dot_near, larger
+from replayssm.ops.triton.kernels.planes import read_full, step_size
 
 DIGITS_MAX = tl.constexpr(32512.0)
 

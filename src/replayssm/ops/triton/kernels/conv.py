@@ -7,7 +7,7 @@ a token sees its ancestors in the block, nearest first, then the committed histo
 import triton
 import triton.language as tl
 
-from replayssm.ops.triton.common import COMMITTED, LENGTH, SLOT
+from replayssm.ops.triton.kernels.common import COMMITTED, LENGTH, SLOT
 
 
 @triton.jit

@@ -16,18 +16,20 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from replayssm.ops.triton.common import (
+from replayssm.ops.triton.kernels.common import (
     BASE,
     COMMITTED,
     FOLDED,
     LENGTH,
     SLOT,
+    decay_of,
     dot_exact,
     dot_near,
     fetch_entries,
     folded_to,
     gate,
     oldest_needed,
+    product,
     unit,
 )
 
@@ -171,7 +173,7 @@ def products_kernel(
     keys = tl.where(fresh[:, None], own, keys)
     path = live[:, None] & (e < total)[None, :]
     path = path & _on_path(ancestors, row, t[:, None], (e - past)[None, :], T)
-    # the decay behind an entry is the sum of the newer gates, never a difference of sums
+    # the decay behind an entry is the product of the newer decays, never a quotient of products
     later = live[:, None] & (e + 1 < total)[None, :]
     later = later & _on_path(ancestors, row, t[:, None], (e + 1 - past)[None, :], T)
     at_g, at_w = ring_g + head[:, None] * R, ring_w + head[:, None] * R
@@ -206,13 +208,14 @@ def products_kernel(
         if NORM:
             factor *= tl.rsqrt(tl.sum(query * query, 1) + eps)
     z *= factor[:, None]
+    decay = decay_of(gates)
     if DELTA:
         wide = keys.to(tl.float32)
         if B16:
             gram = tl.dot(keys, tl.trans(keys))
         else:
             gram = tl.dot(wide, tl.trans(wide), input_precision="ieee")
-        decay, c = tl.exp(gates), tl.zeros((BL, NE), tl.float32)
+        c = tl.zeros((BL, NE), tl.float32)
         for i in range(total):
             is_it = (e == total - 1 - i)[None, :]
             c_i = tl.sum(tl.where(is_it, z * strength, 0.0), 1)
@@ -221,7 +224,7 @@ def products_kernel(
             c = tl.where(is_it, c_i[:, None], c)
             z = d_i[:, None] * (z - c_i[:, None] * k_i[None, :])
     else:
-        c = strength * tl.exp(tl.cumsum(newer, 1, reverse=True)) * z
+        c = strength * tl.cumprod(decay_of(newer), 1, reverse=True) * z
     if T == 1:
         _append_gates(head, own_at, live, log_decay, write, ring_g, ring_w, K, R, CHANNEL, BK)
     _append_values(head, own_at, live, value, ring_v, V, R, BV)
@@ -234,10 +237,10 @@ def products_kernel(
     tl.store(coef + out[:, None] * NE + e[None, :], weight, live[:, None])
     for tile in tl.static_range(TILES):
         begin = (folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest).to(tl.int32)
-        passed = tl.where((e >= begin)[None, :], gates, 0.0)
-        arrived = tl.exp(tl.sum(passed, 1)) * factor
+        passed = tl.where((e >= begin)[None, :], decay, 1.0)
+        arrived = product(passed, 1) * factor
         if DELTA:
-            share = tl.where((e >= begin)[None, :], c, 0.0) * tl.exp(tl.cumsum(passed, 1))
+            share = tl.where((e >= begin)[None, :], c, 0.0) * tl.cumprod(passed, 1)
             x = query * arrived[:, None]
             x = dot_exact(-share, keys, x, B16)
             at_x = ((row * HV + head) * TILES + tile) * T + t
@@ -333,9 +336,9 @@ def chain_kernel(
         if DELTA:
             x -= passed[:, None] * wide
         if CHANNEL:
-            x *= tl.exp(log_decay)
+            x *= decay_of(log_decay)
         else:
-            decay = tl.exp(log_decay)
+            decay = decay_of(log_decay)
         tl.store(coef + out * NE + past, passed + skip, live)
         _append_gates(head, own_at, live, log_decay, strength, ring_g, ring_w, K, R, CHANNEL, BK)
         tl.store(ring_k + (start + past) % R * K + kk, own, k_live & (length > 0))
@@ -365,9 +368,9 @@ def chain_kernel(
         if DELTA:
             x -= passed[:, None] * key[None, :]
         if CHANNEL:
-            x *= tl.exp(gates)
+            x *= decay_of(gates)
         else:
-            decay *= tl.exp(gates)
+            decay *= decay_of(gates)
     x *= decay[:, None]
     for tile in tl.static_range(TILES):
         stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest

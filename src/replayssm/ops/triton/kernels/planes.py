@@ -7,7 +7,7 @@ arithmetic is that of :mod:`replayssm.formats`.
 import triton
 import triton.language as tl
 
-from replayssm.ops.triton.common import round_int, row_amax
+from replayssm.ops.triton.kernels.common import round_int, row_amax
 
 ROW_SCALE_MIN = tl.constexpr(2.0**-100)
 COLUMN_SCALE_MIN = tl.constexpr(2.0**-60)
@@ -24,14 +24,15 @@ def read_full(high, low, at, live, low_live, FORMAT: tl.constexpr):
     top = tl.load(high + at, mask=live, other=0)
     if FORMAT == "s32":
         bits = top.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        bits = bits + tl.load(low + at, mask=low_live, other=32768).to(tl.int32) - 32768
+        rest = tl.load(low + at, mask=low_live, other=0).to(tl.int32)
+        bits = bits + tl.where(low_live, rest - 32768, 0)
         value = bits.to(tl.float32, bitcast=True)
     elif FORMAT == "q24":
-        rest = tl.load(low + at, mask=low_live, other=32768).to(tl.int32)
-        value = ((top.to(tl.int32) << 16) + (rest - 32768)).to(tl.float32)
+        rest = tl.load(low + at, mask=low_live, other=0).to(tl.int32)
+        value = ((top.to(tl.int32) << 16) + tl.where(low_live, rest - 32768, 0)).to(tl.float32)
     elif FORMAT == "q16":
-        rest = tl.load(low + at, mask=low_live, other=128).to(tl.int32)
-        value = ((top.to(tl.int32) << 8) + (rest - 128)).to(tl.float32)
+        rest = tl.load(low + at, mask=low_live, other=0).to(tl.int32)
+        value = ((top.to(tl.int32) << 8) + tl.where(low_live, rest - 128, 0)).to(tl.float32)
     else:
         value = top.to(tl.float32)
     return value

@@ -1,0 +1,1 @@
+"""The kernels: functions that Triton compiles. What launches them is one level up."""
