@@ -104,6 +104,21 @@ def _inverse_of_unit_lower(a, FE: tl.constexpr):
 
 
 @triton.jit
+def _solve(keys, decay, strength, FE: tl.constexpr, B16: tl.constexpr):
+    """Return the transpose of ``(I + A)^-1`` of a window's entries (see :func:`_fold_products`)."""
+    e = tl.arange(0, FE)
+    newer, older = e[:, None], e[None, :]
+    between = tl.cumprod(tl.where(newer > older, decay[:, None], 1.0), 0)
+    if B16:
+        products = tl.dot(keys, tl.trans(keys))
+    else:
+        wide = keys.to(tl.float32)
+        products = tl.dot(wide, tl.trans(wide), input_precision="ieee")
+    lower = strength[:, None] * between * products
+    return _inverse_of_unit_lower(tl.where(newer > older, lower, 0.0), FE)
+
+
+@triton.jit
 def _fold_products(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
@@ -130,16 +145,7 @@ def _fold_products(
     strength = tl.load(ring_w + at, e_live, 0.0)
     weight, carry = strength * after, product(decay, 0)
     if DELTA:
-        newer, older = e[:, None], e[None, :]
-        between = tl.cumprod(tl.where(newer > older, decay[:, None], 1.0), 0)
-        if B16:
-            products = tl.dot(keys, tl.trans(keys))
-        else:
-            wide = keys.to(tl.float32)
-            products = tl.dot(wide, tl.trans(wide), input_precision="ieee")
-        lower = strength[:, None] * between * products
-        solve = _inverse_of_unit_lower(tl.where(newer > older, lower, 0.0), FE)
-        solve = solve * after[None, :]
+        solve = _solve(keys, decay, strength, FE, B16) * after[None, :]
         upto = strength * tl.cumprod(decay, 0)
     if SCALED:
         every = row0 + tl.arange(0, BC)
