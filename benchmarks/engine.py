@@ -183,8 +183,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("what", choices=("overhead", "tails", "storm"))
-    parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--model", choices=tiny.NAMES, action="append")
     parser.add_argument("--path", choices=("replay", "standard"), action="append")
+    parser.add_argument("--impl", choices=("reference", "cpu"), action="append")
     parser.add_argument("--rows", type=int)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
@@ -209,9 +210,11 @@ def main() -> None:
         elif args.what == "storm":
             tell(name, storm(name, args.requests, args.seed))
         else:
-            for impl, tiles in (("reference", 1), ("reference", 4), ("cpu", 1)):
+            # the compiled path folds whole slots only and refuses tiles
+            kinds = (("reference", 1), ("reference", 4), ("cpu", 1))
+            for impl, tiles in [kind for kind in kinds if kind[0] in (args.impl or kind)]:
                 for stagger in (0, 15):
-                    rows = args.rows or (8 if impl == "reference" else 64)
+                    rows = args.rows or (4 if impl == "reference" else 64)
                     found = tails(name, impl, tiles, rows, args.steps, stagger)
                     tell(f"{name} {impl} tiles={tiles} {found['positions']}", found)
 

@@ -48,7 +48,7 @@ class StormPlan:
 
     Attributes:
         requests: How many.
-        cancel: Share of them that is cancelled, if it has not ended by then.
+        cancel: Cancellations per new request, on average, of live ones drawn at random.
         swap: Swaps forced per step, on average.
         move: Moves to the other engine per step, on average.
         slots: Seats of each engine.
@@ -59,8 +59,8 @@ class StormPlan:
 
     requests: int = 10_000
     cancel: float = 0.2
-    swap: float = 0.3
-    move: float = 0.3
+    swap: float = 1.0
+    move: float = 1.0
     slots: int = 48
     arrivals: float = 12.0
     new_tokens: int = 8
@@ -140,7 +140,6 @@ class Storm:
         self._rng = np.random.default_rng(plan.seed)
         self._live: dict[str, Request] = {}
         self._got: dict[str, list[int]] = {}
-        self._due: dict[int, list[str]] = {}
         self._names: list[Seat] = []
         self._result = StormResult()
 
@@ -152,15 +151,12 @@ class Storm:
         with self._engine(context) as home, self._engine(context) as other:
             engines = (home, other)
             before = self._canary(home)
-            step = 0
             while self._result.requests < self._plan.requests or self._live:
-                self._submit(step, engines)
-                self._disturb(step, engines)
+                self._disturb(engines, self._submit(engines))
                 for engine in engines:
                     self._take(engine.step(), expected)
                     engine.pools.check_whole()
                 progress(self._result.finished + self._result.cancelled)
-                step += 1
             self._result.canary_is_identical = before == self._canary(home)
             self._result.leaked = sum(engine.pools.taken for engine in engines)
             self._check_names(engines)
@@ -201,10 +197,12 @@ class Storm:
         engine.step()
         return image.to_bytes()
 
-    def _submit(self, step: int, engines: tuple[Engine, ...]) -> None:
+    def _submit(self, engines: tuple[Engine, ...]) -> int:
+        """Submit what arrives in this step; return how many."""
         plan, rng = self._plan, self._rng
         left = plan.requests - self._result.requests
-        for _ in range(min(left, int(rng.poisson(plan.arrivals)))):
+        arrived = min(left, int(rng.poisson(plan.arrivals)))
+        for _ in range(arrived):
             number = self._result.requests
             place = int(rng.integers(len(self._prompts)))
             temperature = 0.8 if rng.random() < 0.1 else 0.0
@@ -218,14 +216,14 @@ class Storm:
             engines[number % 2].submit(request)
             self._live[request.id] = request
             self._result.requests += 1
-            if rng.random() < plan.cancel:
-                due = step + int(rng.integers(0, 12))
-                self._due.setdefault(due, []).append(request.id)
+        return arrived
 
-    def _disturb(self, step: int, engines: tuple[Engine, ...]) -> None:
-        """Cancel what is due; swap and move at random, whatever the victims are doing."""
-        for name in self._due.pop(step, ()):
-            if name in self._live:
+    def _disturb(self, engines: tuple[Engine, ...], arrived: int) -> None:
+        """Cancel, swap and move at random, whatever the victims are doing."""
+        for _ in range(self._rng.poisson(self._plan.cancel * arrived)):
+            live = [name for engine in engines for name in engine.live()]
+            if live:
+                name = live[int(self._rng.integers(len(live)))]
                 _holder(engines, name).cancel(name)
         for _ in range(self._rng.poisson(self._plan.swap)):
             engine = engines[int(self._rng.integers(2))]

@@ -137,7 +137,9 @@ class BatchRows:
     def __init__(
         self, seats: Sequence[Seat], lengths: Sequence[int], depths: Sequence[ReadDepth]
     ) -> None:
-        self._seats, self._lengths, self._depths = seats, lengths, depths
+        self._seats, self._lengths = seats, lengths
+        # one depth for all is cheaper to check than one a row
+        self._depths = depths[0] if len(set(depths)) == 1 else depths
         self._open: list[tuple[SlotPool, Ticket, Tensor]] = []
 
     @property
