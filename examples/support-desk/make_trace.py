@@ -24,6 +24,8 @@ QUESTION = "\n# What is the pass key? The pass key is "
 # cohort: requests in the trace, tokens of history, tokens of the reply
 TICKETS = {"day-pool": (32, (40, 90), 16), "long-history": (12, (400, 700), 16)}
 LETTERS = (8, 3, 48)
+# the pool has gone home, and the letters come one after the other
+NIGHT_S, PAUSE_S = 6.0, 0.5
 
 
 def ticket(rng: np.random.Generator, text: bytes, size: int) -> str:
@@ -57,8 +59,8 @@ def main() -> None:
             made.append(request(float(at), words, output, cohort))
     count, copies, output = LETTERS
     made += [
-        request(float(at), letter(rng, text, copies), output, "overnight")
-        for at in np.linspace(0, SPAN_S * 0.9, count)
+        request(NIGHT_S + PAUSE_S * i, letter(rng, text, copies), output, "overnight")
+        for i in range(count)
     ]
     made.sort(key=lambda r: r.at)
     origin = Provenance("make_trace.py", None, "generated", len(made))

@@ -124,6 +124,14 @@ def test_a_leak_fails_every_routed_cohort(evaluate, table):
     assert "63 of 64 slots free" in found.verdicts[0].reason
 
 
+def test_a_cohort_beside_it_must_not_pay_for_the_change(evaluate, table):
+    # the pool stays on standard, and asks of its company what nobody can give
+    table["cohorts"][0]["margins"] = {"concurrency": 50.0, "outcome": 50.0}
+    night = next(v for v in evaluate(table).verdicts if v.cohort == "night")
+    assert night.decisions["outcome"] is Status.FAIL
+    assert "pool beside it" in night.reason
+
+
 def test_an_evaluation_equals_itself_and_not_a_slower_one(evaluate, table):
     found = evaluate(table)
     assert compare_results(found, found).status is Status.PASS

@@ -10,6 +10,7 @@ import numpy as np
 from replayssm.evaluate.checks import Check, Status
 from replayssm.evaluate.decisions.experiment import Experiment
 from replayssm.evaluate.decisions.finding import Decision, Finding
+from replayssm.evaluate.decisions.paired import at_least
 from replayssm.evaluate.decisions.ratio import ratio_finding
 from replayssm.evaluate.stats import TAIL_MINIMUM, Estimate
 
@@ -178,7 +179,7 @@ def flush_cost(routing: str, steps: Sequence[Step]) -> FlushCost | None:
 def decide(plan: RolloutPlan, routed: Mapping[str, Variant], found: Outcome) -> Decision:
     """Hold every routed cohort's outcome against the margin, and operations against their duty."""
     by_name = {e.cohort: e for e in found.experiments}
-    checks = _checks(plan, found)
+    checks = (*_checks(plan, found), *_bystanders(plan, routed, by_name))
     findings: list[Finding] = []
     for cohort in plan.cohorts:
         variant = routed[cohort.name]
@@ -189,6 +190,23 @@ def decide(plan: RolloutPlan, routed: Mapping[str, Variant], found: Outcome) -> 
         )
         findings.append(replace(made, variant=variant.name))
     return Decision("outcome", QUESTION, "pairs", tuple(findings))
+
+
+def _bystanders(
+    plan: RolloutPlan, routed: Mapping[str, Variant], experiments: Mapping[str, Experiment]
+) -> list[Check]:
+    """Cohorts that stay on standard share the machine, and must not pay for the others."""
+    metric, checks = plan.decisions.outcome.metric, []
+    for cohort in plan.cohorts:
+        if routed[cohort.name].is_replay:
+            continue
+        margin = plan.margin("outcome", cohort)
+        ratio = experiments[cohort.name].compare(ROUTED, metric, seed=plan.seed).ratio
+        # shown to be worse fails; that nobody is worse off can only be shown by many more pairs
+        status = Status.FAIL if at_least(ratio, margin) is Status.FAIL else Status.PASS
+        note = f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}), margin {margin:g}x"
+        checks.append(Check(f"{cohort.name} beside it", status, margin, ratio, note))
+    return checks
 
 
 def skipped(plan: RolloutPlan) -> Decision:
