@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 if TYPE_CHECKING:
-    from replayssm.ops.triton.host import Call
+    from replayssm.ops.triton.call import Call
 
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int8: "*i8",
@@ -61,10 +61,11 @@ def compile_call(call: Call, target: str) -> Resources:
     constants = {name: value for name, value in constants.items() if name in names}
     for name in constants:
         signature[name] = "constexpr"
+    options = {"num_warps": call.warps, "num_stages": 1}
+    if call.registers and not target.startswith("gfx"):
+        options["maxnreg"] = call.registers
     source = ASTSource(call.kernel, signature, constants, aligned)
-    built = triton.compile(
-        source, target=TARGETS[target], options={"num_warps": call.warps, "num_stages": 1}
-    )
+    built = triton.compile(source, target=TARGETS[target], options=options)
     registers, spilled = (None, None) if target.startswith("gfx") else _cubin(built.asm["cubin"])
     return Resources(registers, spilled, int(built.metadata.shared))
 

@@ -68,21 +68,22 @@ def step_(
     """
     if not plan.rows:
         return
-    first, *rest = step_calls(store, plan, block, out, fused, launch)
+    first, *others, last = step_calls(store, plan, block, out, fused, launch)
     first.run()
-    if len(rest) == 1 or out.device.type != "cuda":
-        for call in rest:
-            call.run()
+    if others and out.device.type == "cuda":
+        _run_beside(others, last, out.device)
     else:
-        _run_beside(*rest, out.device)
+        for call in (*others, last):
+            call.run()
 
 
-def _run_beside(aside: Call, call: Call, device: torch.device) -> None:
-    """Run two launches that need nothing of each other at the same time; a graph captures both."""
+def _run_beside(aside: list[Call], call: Call, device: torch.device) -> None:
+    """Run launches that need nothing of each other at the same time; a graph captures them all."""
     main, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        aside.run()
+        for other in aside:
+            other.run()
     call.run()
     main.wait_stream(side)
 
@@ -212,7 +213,7 @@ def _pull_back(
     else:
         heads = at.heads_per_key if is_scalar else 1
         constants["BL"] = power_of_two(heads * tokens)
-        kernel, grid = chain_kernel, (rows, at.value_heads // heads)
+        kernel, grid = chain_kernel, (rows, at.value_heads // heads, 1)
     call = Call(kernel, grid, args, constants, how.pull_warps, how.pull_registers)
     shared = is_parallel(spec)
     return _Pulled(call, coef, block.q if shared else x, x_strides, scale if shared else None)

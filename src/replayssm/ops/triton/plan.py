@@ -77,7 +77,8 @@ def due_tiles(plan: BlockPlan, ring: RingSpec) -> NDArray[np.int32]:
     def folded_to(count: NDArray[np.int64]) -> NDArray[np.int64]:
         past = count[:, None] - ring.keep - phase
         boundary = past // ring.window * ring.window + phase
-        return np.maximum(plan.base[:, None], boundary)
+        reached: NDArray[np.int64] = np.maximum(plan.base[:, None], boundary)
+        return reached
 
     after = folded_to(np.maximum(plan.folded, plan.committed))
     is_due = (folded_to(plan.folded) < after) & (plan.slots >= 0)[:, None]
