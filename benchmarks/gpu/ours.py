@@ -1,0 +1,273 @@
+"""This library's own kernels as arms: stores, positions and bytes; the launches come from outside.
+
+:class:`Kernels` is all that the benchmark asks of ``replayssm.ops.triton``. What it does not offer
+is reported as absent.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from gpu.arms import (
+    STATES,
+    Kind,
+    Traffic,
+    new_states,
+    snapshot_traffic,
+    standard_traffic,
+    steps_of_rows,
+)
+from replayssm.formats import FORMATS, column_amax, column_scale, encode
+from replayssm.ring import RingSpec
+from replayssm.storage import LayerStore, StorageSpec, allocate
+from replayssm.types import Format, ReadDepth
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gpu.arms import Arm, StateSet
+    from gpu.cases import Inputs, Point
+
+# read depths that a format is timed with
+DEPTHS = {
+    Format.F32: (ReadDepth.FULL,),
+    Format.S32: (ReadDepth.HIGH, ReadDepth.FULL),
+    Format.Q24: (ReadDepth.HIGH, ReadDepth.FULL),
+    Format.Q16: (ReadDepth.HIGH, ReadDepth.FULL),
+    Format.BF16: (ReadDepth.FULL,),
+}
+# a fixed-point high read is 6e-3 of an output by itself, of bf16 the state is rounded once a window
+TOLERANCE = {Format.F32: 5e-3, Format.S32: 5e-3, Format.Q24: 2e-2, Format.Q16: 2e-2,
+             Format.BF16: 1e-2}  # fmt: skip
+
+
+class Kernels(Protocol):
+    """The launches of this library.
+
+    Inputs are raw: the kernels form gates and strengths, normalise q and k of the delta families
+    and scale q by ``K ** -0.5``, and add ``skip`` times v for Mamba-2. All of it can be captured.
+    """
+
+    def scratch(self, store: LayerStore, point: Point, depth: ReadDepth) -> object:
+        """Allocate whatever a step needs besides store and outputs, and choose its launches."""
+
+    def step_(
+        self, store: LayerStore, scratch: object, folded: Tensor, committed: Tensor,
+        inputs: Inputs, out: Tensor,
+    ) -> None:  # fmt: skip
+        """Fold each row from ``folded`` to ``committed``, read, and append T entries.
+
+        Args:
+            store: One slot for every row, slot b for row b, all admitted at position 0; mutated.
+            scratch: Of :meth:`scratch`.
+            folded: ``[B]`` int64, ``committed`` of the step before.
+            committed: ``[B]`` int64 tokens of each row's sequence when the step starts.
+            inputs: T tokens a row.
+            out: ``[B, T, HV, V]`` bf16; mutated.
+        """
+
+    def standard_(self, state: Tensor, inputs: Inputs, out: Tensor) -> None:
+        """Run one token: ``state`` ``[B, HV, V, K]`` fp32 or bf16 and ``out`` are mutated."""
+
+    def snapshots_(self, states: Tensor, kept: Tensor, inputs: Inputs, out: Tensor) -> None:
+        """Run T tokens from ``states[b, kept[b] - 1]`` and write the state after each.
+
+        Args:
+            states: ``[B, T, HV, V, K]`` fp32 or bf16; mutated.
+            kept: ``[B]`` int32.
+            inputs: T tokens a row.
+            out: ``[B, T, HV, V]`` bf16; mutated.
+        """
+
+
+class Stored:
+    """One state set of checkpoint and ring."""
+
+    def __init__(
+        self, kernels: Kernels, store: LayerStore, point: Point, depth: ReadDepth, steps: int
+    ) -> None:
+        self.kernels, self.store = kernels, store
+        self.scratch = kernels.scratch(store, point, depth)
+        # a window and b tokens came before row b's first step; in a zeroed ring they write nothing
+        before = point.window + steps_of_rows(point.batch, 1, point.window)
+        committed = before + point.kept * torch.arange(steps)[:, None]
+        self.committed = committed.to(store.high.device)
+        self.folded = (committed - point.kept).to(store.high.device)
+
+    def load(self, inputs: Inputs) -> None:
+        """Take inputs."""
+        self.inputs, self.out = inputs, torch.full_like(inputs.v, torch.nan)
+
+    def launch(self, step: int) -> Tensor:
+        """Launch one step."""
+        self.kernels.step_(
+            self.store, self.scratch, self.folded[step], self.committed[step], self.inputs, self.out
+        )
+        return self.out
+
+
+class Plain:
+    """One state set of the standard kernel, or of snapshots."""
+
+    def __init__(self, kernels: Kernels, point: Point, states: Tensor) -> None:
+        self.kernels, self.point, self.states = kernels, point, states
+        self.kept = torch.full((point.batch,), point.kept, dtype=torch.int32, device=states.device)
+
+    def load(self, inputs: Inputs) -> None:
+        """Take inputs."""
+        self.inputs, self.out = inputs, torch.full_like(inputs.v, torch.nan)
+
+    def launch(self, step: int) -> Tensor:
+        """Launch one step."""
+        if self.point.tokens == 1:
+            self.kernels.standard_(self.states, self.inputs, self.out)
+        else:
+            self.kernels.snapshots_(self.states, self.kept, self.inputs, self.out)
+        return self.out
+
+
+def filled_store(spec: StorageSpec, rows: int, device: torch.device, states: Tensor) -> LayerStore:
+    """Allocate a store and encode the same states into every tile, with their own column scales."""
+    store = allocate(spec, rows, device)
+    columns = column_scale(column_amax(states)) if FORMATS[spec.format].scaled else None
+    planes = encode(states, spec.format, columns)
+    store.high.copy_(planes.high)
+    if store.low is not None and planes.low is not None:
+        store.low.copy_(planes.low)
+    if store.row_scale is not None and planes.row_scale is not None:
+        store.row_scale.copy_(planes.row_scale)
+    if store.columns is not None and columns is not None:
+        store.columns.copy_(columns[:, :, None].expand_as(store.columns))
+    return store
+
+
+@dataclass(frozen=True)
+class OurReplay:
+    """A format read at a depth."""
+
+    kernels: Kernels
+    format: Format
+    read: ReadDepth
+    tiles: int = 1
+    kind: Kind = Kind.REPLAY
+
+    @property
+    def name(self) -> str:
+        """Shown in the table."""
+        tiles = "" if self.tiles == 1 else f" tiles {self.tiles}"
+        return f"ours replay {self.format.value} {self.read.value}{tiles}"
+
+    @property
+    def state(self) -> str:
+        """The format."""
+        return self.format.value
+
+    @property
+    def depth(self) -> str:
+        """The read depth."""
+        return self.read.value
+
+    @property
+    def tolerance(self) -> float:
+        """The format's own error and bf16 outputs."""
+        return TOLERANCE[self.format]
+
+    def refuses(self, point: Point) -> str:
+        """Nothing: what a kernel cannot serve it says when it is prepared."""
+        return ""
+
+    def period(self, point: Point) -> int:
+        """Steps after which positions repeat modulo the window."""
+        steps, at = 1, point.kept
+        while at % point.window:
+            steps, at = steps + 1, at + point.kept
+        return steps
+
+    def _spec(self, point: Point) -> StorageSpec:
+        ring = RingSpec(point.window, max_block=point.tokens, tiles=self.tiles)
+        return StorageSpec(point.case.layer, self.format, ring, torch.bfloat16)
+
+    def prepare(self, point: Point, device: torch.device, seed: int | None, steps: int) -> StateSet:
+        """Allocate one state set."""
+        states = new_states(point, point.batch, torch.float32, device, seed)
+        store = filled_store(self._spec(point), point.batch, device, states)
+        return Stored(self.kernels, store, point, self.read, steps)
+
+    def traffic(self, point: Point) -> Traffic:
+        """Planes and scales read every step, all of them read and written once a window."""
+        fmt, at, rows = FORMATS[self.format], point.case.layer, point.batch
+        share = point.kept / point.window
+        high, stored = fmt.read_bytes[self.read], fmt.stored_bytes
+        scales = 0.0
+        if fmt.scaled:
+            scales = rows * at.value_heads * (4 * at.value_dim + 2 * self.tiles * at.key_dim)
+        # a step that folds reads both planes; the other tiles and rows read what the depth asks for
+        read = point.state_elements * (high + (stored - high) * share) + scales
+        written = (point.state_elements * stored + scales) * share
+        keys, values, gates = point.entry_elements
+        entry = 2 * keys + 2 * values + 4 * (gates + rows * at.value_heads)
+        # a step reads what is not folded, its fold what it folds, and T entries are appended
+        moved = (point.window - 1) / 2 + point.kept + point.tokens
+        return Traffic(read, written, entry * moved, point.io_bytes)
+
+
+@dataclass(frozen=True)
+class OurStandard:
+    """The standard kernel, and the one that writes a snapshot after every token of a block."""
+
+    kernels: Kernels
+    state: str
+    kind: Kind
+    depth: str = "full"
+    tolerance: float = 1e-2
+
+    @property
+    def name(self) -> str:
+        """Shown in the table."""
+        return f"ours {self.kind.value} {self.state}"
+
+    def refuses(self, point: Point) -> str:
+        """Blocks are for snapshots."""
+        if (point.tokens > 1) != (self.kind is Kind.SNAPSHOT):
+            return "serves blocks" if self.kind is Kind.SNAPSHOT else "serves one token"
+        return ""
+
+    def period(self, point: Point) -> int:
+        """Every step is alike."""
+        return 1
+
+    def prepare(self, point: Point, device: torch.device, seed: int | None, steps: int) -> StateSet:
+        """Allocate one state set."""
+        rows = point.batch * (point.tokens if self.kind is Kind.SNAPSHOT else 1)
+        states = new_states(point, rows, STATES[self.state], device, seed)
+        if self.kind is Kind.SNAPSHOT:
+            states = states.unflatten(0, (point.batch, point.tokens))
+        return Plain(self.kernels, point, states)
+
+    def traffic(self, point: Point) -> Traffic:
+        """Return the bytes of a layer-step."""
+        count = snapshot_traffic if self.kind is Kind.SNAPSHOT else standard_traffic
+        return count(point, self.state)
+
+
+def arms_of(kernels: Kernels) -> list[Arm]:
+    """Return every arm of an implementation."""
+    found: list[Arm] = [OurReplay(kernels, f, d) for f, depths in DEPTHS.items() for d in depths]
+    for state in STATES:
+        found.append(OurStandard(kernels, state, Kind.STANDARD))
+        found.append(OurStandard(kernels, state, Kind.SNAPSHOT))
+    return found
+
+
+def arms() -> list[Arm]:
+    """Return the arms of ``KERNELS`` in ``gpu/launches.py``, the binding to the Triton kernels.
+
+    Raises:
+        ImportError: There is no such binding in this tree.
+    """
+    kernels: Kernels = importlib.import_module("gpu.launches").KERNELS
+    return arms_of(kernels)
