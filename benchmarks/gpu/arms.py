@@ -48,6 +48,27 @@ class Traffic:
         return self.state_read + self.state_written + self.ring + self.io
 
 
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes per second of each stream, bytes read and written counted."""
+
+    read: float
+    rewrite: float
+    copy: float
+    write: float
+
+    def of(self, traffic: Traffic) -> float:
+        """Return the ceiling for this mix of reads and writes.
+
+        Linear in the share of written bytes between reading, rewriting in place (one half) and
+        writing. Inputs and outputs count as read, of rings nothing is said: both are small.
+        """
+        written = traffic.state_written / traffic.total
+        if written <= 0.5:
+            return self.read + (self.rewrite - self.read) * 2 * written
+        return self.rewrite + (self.write - self.rewrite) * (2 * written - 1)
+
+
 class StateSet(Protocol):
     """State, rings, scratch and inputs of one layer for every row of a batch.
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 TYPES = {"f32": "float", "bf16": "nv_bfloat16"}
 LAUNCHER = "flashinfer/mamba/launch_checkpointing_ssu.cuh"
+CCCL = ("cub", "libcudacxx/include", "thrust")
+SYSTEM = ("csrc", "cutlass/include", "cutlass/tools/util/include", "spdlog/include")
 # what a launch never takes here, as written in the launcher: text, and what stands for it
 CUTS = (
     ("if (is_varlen) {\n      launch.template operator()<D_SPLIT, true>();\n    } else {", "{"),
@@ -103,22 +105,19 @@ def prepare(module: Module, data: Path, work: Path) -> Path:
 
 def command(folder: Path, module: Module, data: Path, ffi: Path, out: Path) -> list[str]:
     """Return the compiler's command line, with the package's own flags."""
-    includes = [
-        folder / "include", data / "cccl/cub", data / "cccl/libcudacxx/include",
-        data / "cccl/thrust", ffi / "tvm_ffi/include", data / "include", data / "csrc",
-        (data / "include" / LAUNCHER).parent,
-        data / "cutlass/include", data / "cutlass/tools/util/include", data / "spdlog/include",
-    ]  # fmt: skip
+    first = [folder / "include", *(data / "cccl" / x for x in CCCL)]
+    system = [ffi / "tvm_ffi/include", data / "include", (data / "include" / LAUNCHER).parent,
+              *(data / x for x in SYSTEM)]  # fmt: skip
     return [
         "nvcc", "-shared", "-std=c++17", "--threads=1", "-use_fast_math", "-O3", "-DNDEBUG",
         "-Xfatbin=-compress-all", "--compress-mode=size", "--compiler-options=-fPIC",
-        "--expt-relaxed-constexpr", "-static-global-template-stub=false", "--diag-suppress=3135",
+        "--expt-relaxed-constexpr", "-static-global-template-stub=false",
         "-gencode=arch=compute_90a,code=sm_90a", "-DFLASHINFER_ENABLE_F16",
         "-DFLASHINFER_ENABLE_BF16", "-DFLASHINFER_ENABLE_FP8_E4M3",
         "-DFLASHINFER_ENABLE_FP8_E5M2", "-DFLASHINFER_MAMBA_ENABLE_SM90",
         "-DPy_LIMITED_API=0x03090000",
-        *(f"-I{path}" for path in includes), "-cudart", "static",
-        "-o", str(out / f"{module.name}.so"),
+        *(f"-I{path}" for path in first), *(f"-isystem={path}" for path in system),
+        "-cudart", "static", "-o", str(out / f"{module.name}.so"),
         *(str(folder / source) for source in module.sources),
     ]  # fmt: skip
 

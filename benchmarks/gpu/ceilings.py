@@ -7,15 +7,12 @@ it is no ceiling.
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from gpu.arms import Traffic
+from gpu.arms import Ceilings
 
 MEGABYTES = 1024
 BUFFERS = 2
@@ -40,27 +37,6 @@ def stream(source, target, TILE: tl.constexpr, MODE: tl.constexpr):  # noqa: ANN
             tl.store(source + at, x * 0.999)
         else:
             tl.store(target + at, x)
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Bytes per second of each stream, bytes read and written counted."""
-
-    read: float
-    rewrite: float
-    copy: float
-    write: float
-
-    def of(self, traffic: Traffic) -> float:
-        """Return the ceiling for this mix of reads and writes.
-
-        Linear in the share of written bytes between reading, rewriting in place (one half) and
-        writing. Inputs and outputs count as read, of rings nothing is said: both are small.
-        """
-        written = traffic.state_written / traffic.total
-        if written <= 0.5:
-            return self.read + (self.rewrite - self.read) * 2 * written
-        return self.rewrite + (self.write - self.rewrite) * (2 * written - 1)
 
 
 def measure(device: torch.device, repeats: int = 9) -> Ceilings:

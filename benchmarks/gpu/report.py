@@ -15,9 +15,8 @@ from gpu.arms import REFERENCE, Kind
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gpu.arms import Arm
+    from gpu.arms import Arm, Ceilings
     from gpu.cases import Point
-    from gpu.ceilings import Ceilings
     from gpu.timing import Figure
 
 PACKAGES = ("torch", "triton", "fla-core", "mamba-ssm", "vllm", "sglang", "flashinfer-python",

@@ -28,6 +28,7 @@ GRAPH_SECONDS = 2e-3  # shorter graphs would time their own launch
 SECONDS = 0.06  # of replays, each arm
 REPLAYS = (5, 30)
 WARM = 2
+ROOM = 40_000_000_000  # bytes that the largest arm may take
 GUESS = 3.5e12  # bytes per second, to size a graph before anything was timed
 LAUNCH = 3e-6
 
@@ -107,32 +108,38 @@ def figure(timed: Timed) -> Figure:
 
 
 def side_by_side(arms: list[Arm], point: Point, device: torch.device) -> dict[str, Figure | str]:
-    """Time arms at one point in turns.
+    """Time arms at one point in turns; in several groups where one would not fit in memory.
 
     Returns:
         By name of the arm, its figure, or why it could not be timed.
     """
     found: dict[str, Figure | str] = {}
-    timed: dict[str, Timed] = {}
+    group: dict[str, Timed] = {}
     for arm in arms:
         try:
-            timed[arm.name] = capture(arm, point, device)
+            group[arm.name] = capture(arm, point, device)
         except Exception as error:
-            found[arm.name] = f"{type(error).__name__}: {error}"
+            found[arm.name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
             torch.cuda.synchronize(device)
-    for graph in timed.values():
+        if torch.cuda.mem_get_info(device)[0] < ROOM:
+            _finish(group, found)
+    _finish(group, found)
+    return found
+
+
+def _finish(group: dict[str, Timed], found: dict[str, Figure | str]) -> None:
+    """Take the samples of a group, note its figures and free its memory."""
+    for timed in group.values():
         for _ in range(WARM):
-            graph.sample()
-    waiting = dict(timed)
+            timed.sample()
+    waiting = dict(group)
     for turn in range(REPLAYS[1]):
-        for name, graph in list(waiting.items()):
-            graph.samples.append(graph.sample())
-            spent = sum(graph.samples) * graph.layer_steps / 1e6
-            if turn + 1 >= REPLAYS[0] and spent > SECONDS:
+        for name, timed in list(waiting.items()):
+            timed.samples.append(timed.sample())
+            if turn + 1 >= REPLAYS[0] and sum(timed.samples) * timed.layer_steps > SECONDS * 1e6:
                 del waiting[name]
-    found.update({name: figure(graph) for name, graph in timed.items()})
-    timed.clear()
+    found.update({name: figure(timed) for name, timed in group.items()})
+    group.clear()
     waiting.clear()
     gc.collect()
     torch.cuda.empty_cache()
-    return found

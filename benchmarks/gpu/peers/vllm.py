@@ -324,7 +324,8 @@ def arms() -> list[Arm]:
             VllmArm("standard packed", PackedUpdate, one, ("gdn",), state),
             VllmArm("standard narrow", ChannelUpdate, channel, ("kda",), state),
             VllmArm("snapshots", MambaUpdate, ssm, mamba2, state, snapshot),
-            VllmArm("snapshots gates", DeltaUpdate, delta, both, state, snapshot),
+            # of several KDA tokens this kernel would read wrong gates
+            VllmArm("snapshots gates", DeltaUpdate, delta, ("gdn",), state, snapshot),
             VllmArm("snapshots narrow", ChannelUpdate, channel, ("kda",), state, snapshot),
             VllmArm("replay", MambaReplay, replay, mamba2, state, Kind.REPLAY),
         ]
