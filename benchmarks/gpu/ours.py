@@ -40,6 +40,7 @@ DEPTHS = {
     Format.Q16: (ReadDepth.HIGH, ReadDepth.FULL),
     Format.BF16: (ReadDepth.FULL,),
 }
+ROWS = 32  # encoded at once
 # a fixed-point high read is 6e-3 of an output by itself, of bf16 the state is rounded once a window
 TOLERANCE = {Format.F32: 5e-3, Format.S32: 5e-3, Format.Q24: 2e-2, Format.Q16: 2e-2,
              Format.BF16: 1e-2}  # fmt: skip
@@ -130,18 +131,27 @@ class Plain:
         return self.out
 
 
-def filled_store(spec: StorageSpec, rows: int, device: torch.device, states: Tensor) -> LayerStore:
-    """Allocate a store and encode the same states into every tile, with their own column scales."""
-    store = allocate(spec, rows, device)
-    columns = column_scale(column_amax(states)) if FORMATS[spec.format].scaled else None
-    planes = encode(states, spec.format, columns)
-    store.high.copy_(planes.high)
-    if store.low is not None and planes.low is not None:
-        store.low.copy_(planes.low)
-    if store.row_scale is not None and planes.row_scale is not None:
-        store.row_scale.copy_(planes.row_scale)
-    if store.columns is not None and columns is not None:
-        store.columns.copy_(columns[:, :, None].expand_as(store.columns))
+def filled_store(
+    spec: StorageSpec, point: Point, device: torch.device, seed: int | None
+) -> LayerStore:
+    """Allocate a store and encode states into it, some rows at a time to spare memory.
+
+    All tiles of a head start with the same column scales.
+    """
+    store, scaled = allocate(spec, point.batch, device), FORMATS[spec.format].scaled
+    for start in range(0, point.batch, ROWS):
+        rows = slice(start, min(start + ROWS, point.batch))
+        count, fresh = rows.stop - start, None if seed is None else seed + start
+        states = new_states(point, count, torch.float32, device, fresh)
+        columns = column_scale(column_amax(states)) if scaled else None
+        planes = encode(states, spec.format, columns)
+        store.high[rows] = planes.high
+        if store.low is not None and planes.low is not None:
+            store.low[rows] = planes.low
+        if store.row_scale is not None and planes.row_scale is not None:
+            store.row_scale[rows] = planes.row_scale
+        if store.columns is not None and columns is not None:
+            store.columns[rows] = columns[:, :, None]
     return store
 
 
@@ -193,8 +203,7 @@ class OurReplay:
 
     def prepare(self, point: Point, device: torch.device, seed: int | None, steps: int) -> StateSet:
         """Allocate one state set."""
-        states = new_states(point, point.batch, torch.float32, device, seed)
-        store = filled_store(self._spec(point), point.batch, device, states)
+        store = filled_store(self._spec(point), point, device, seed)
         return Stored(self.kernels, store, point, self.read, steps)
 
     def traffic(self, point: Point) -> Traffic:

@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 
 def environment(command: list[str]) -> Record:
-    """Return device, driver, versions and the command line."""
+    """Return device, driver, clocks after the run, versions and the command line."""
     import torch
 
     found: Record = {"command": " ".join(command), "python": platform.python_version()}
@@ -45,8 +45,9 @@ def environment(command: list[str]) -> Record:
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--id=0",
                  "--format=csv,noheader"]  # fmt: skip
-        answer = subprocess.run(query, capture_output=True, text=True, check=False)
-        found["driver, clocks after the run"] = answer.stdout.strip()
+        answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        names = ("driver", "clock_multiprocessors", "clock_memory")
+        found |= dict(zip(names, (x.strip() for x in answer.split(",")), strict=False))
     return found
 
 
