@@ -21,14 +21,20 @@ import time
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from gpu import ours, report
+from gpu.arms import Kind
 from gpu.cases import CASES, KEPT, Point
 from gpu.check import check, compile_for_batches
 from gpu.peers import PACKAGES
 from gpu.peers.loading import select_no_device
+
+if TYPE_CHECKING:
+    from gpu.arms import Arm
+    from gpu.report import Record
 
 FAMILIES = ("mamba2", "gdn", "kda")
 SHARE = "share "  # a line of a worker starts with it
@@ -36,9 +42,10 @@ WINDOW = 16  # standard kernels have none and are timed once
 
 
 @cache
-def every_arm() -> tuple[list, dict[str, str]]:
+def every_arm() -> tuple[list[Arm], dict[str, str]]:
     """Return all arms, and why packages are missing; kernel files are loaded once."""
-    found, missing = [], {}
+    found: list[Arm] = []
+    missing: dict[str, str] = {}
     for package, make in {"ours": ours.arms, **PACKAGES}.items():
         try:
             found += make()
@@ -47,7 +54,7 @@ def every_arm() -> tuple[list, dict[str, str]]:
     return found, missing
 
 
-def named(words: list[str]) -> list:
+def named(words: list[str]) -> list[Arm]:
     """Return the arms whose names hold one of the words, all where there are none."""
     return [a for a in every_arm()[0] if not words or any(w in a.name for w in words)]
 
@@ -62,7 +69,7 @@ def points(args: argparse.Namespace) -> list[Point]:
     return [Point(*x) for x in product(cases, sizes, args.tokens, args.window)]
 
 
-def check_share(args: argparse.Namespace, share: int, shares: int) -> list[dict]:
+def check_share(args: argparse.Namespace, share: int, shares: int) -> list[Record]:
     """Check every shares-th arm at each case, block length and window; one record each."""
     arms = named(args.arms)
     device = torch.device(args.device)
@@ -83,13 +90,13 @@ def check_share(args: argparse.Namespace, share: int, shares: int) -> list[dict]
     return done
 
 
-def wanted(arm, point: Point, args: argparse.Namespace) -> bool:  # noqa: ANN001
+def wanted(arm: Arm, point: Point, args: argparse.Namespace) -> bool:
     """Whether an arm is measured at a point: those without a window at the first one only."""
-    has_window = arm.kind is report.Kind.REPLAY
+    has_window = arm.kind is Kind.REPLAY
     return not arm.refuses(point) and (has_window or point.window == args.window[0])
 
 
-def checks(args: argparse.Namespace) -> list[dict]:
+def checks(args: argparse.Namespace) -> list[Record]:
     """Check in worker processes, or here when there is one job."""
     if args.jobs == 1:
         return check_share(args, 0, 1)
@@ -100,7 +107,7 @@ def checks(args: argparse.Namespace) -> list[dict]:
         )
         for i in range(args.jobs)
     ]
-    done: list[dict] = []
+    done: list[Record] = []
     for worker in workers:
         out, _ = worker.communicate()
         lines = [x for x in out.splitlines() if x.startswith(SHARE)]
@@ -108,7 +115,7 @@ def checks(args: argparse.Namespace) -> list[dict]:
     return done
 
 
-def measure(args: argparse.Namespace, checked: list[dict]) -> list[dict]:
+def measure(args: argparse.Namespace, checked: list[Record]) -> list[Record]:
     """Time every arm that was right, point by point; return the records."""
     from gpu import ceilings, timing
 
@@ -117,7 +124,7 @@ def measure(args: argparse.Namespace, checked: list[dict]) -> list[dict]:
     print({k: f"{v / 1e12:.2f} TB/s" for k, v in vars(limits).items()}, flush=True)
     arms = named(args.arms)
     known = {(c["arm"], c["case"], c["tokens"], c["window"]): c for c in checked}
-    records: list[dict] = [{"ceilings": vars(limits)}]
+    records: list[Record] = [{"ceilings": vars(limits)}]
     start = time.monotonic()
     for point in points(args):
         here, told = [], []

@@ -87,21 +87,27 @@ class StateSet(Protocol):
 
 
 class Arm(Protocol):
-    """One kernel with one state format and one launch configuration.
+    """One kernel with one state format and one launch configuration."""
 
-    Attributes:
-        name: Unique; shown in the table.
-        kind: What it is compared as.
-        state: State format, a key of ``REFERENCE``.
-        depth: ``full``, or ``high`` where a read skips the low plane.
-        tolerance: Largest relative error of its outputs at which it is timed.
-    """
+    @property
+    def name(self) -> str:
+        """Unique; shown in the table."""
 
-    name: str
-    kind: Kind
-    state: str
-    depth: str
-    tolerance: float
+    @property
+    def kind(self) -> Kind:
+        """What it is compared as."""
+
+    @property
+    def state(self) -> str:
+        """State format, a key of ``REFERENCE``."""
+
+    @property
+    def depth(self) -> str:
+        """``full``, or ``high`` where a read skips the low plane."""
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative error of its outputs at which it is timed."""
 
     def refuses(self, point: Point) -> str:
         """Return why this arm cannot run at a point; empty where it can."""
