@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import base64
+import csv
 import hashlib
+import io
 import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
@@ -39,17 +41,19 @@ KEEP = (
 def cut(source: Path, folder: Path) -> Path:
     """Write the smaller wheel under the same name and return its path."""
     target = folder / source.name
-    lines = []
+    table = io.StringIO()
+    rows = csv.writer(table, lineterminator="\n")
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as new:
         for name in old.namelist():
             if not any(fnmatch(name, pattern) for pattern in KEEP):
                 continue
             content = old.read(name)
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
-            lines.append(f"{name},sha256={digest.decode()},{len(content)}")
+            rows.writerow((name, f"sha256={digest.decode()}", len(content)))
             new.writestr(name, content)
         record = next(x for x in old.namelist() if x.endswith(".dist-info/RECORD"))
-        new.writestr(record, "\n".join([*lines, f"{record},,", ""]))
+        rows.writerow((record, "", ""))
+        new.writestr(record, table.getvalue())
     return target
 
 
