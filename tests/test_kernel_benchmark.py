@@ -2,15 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from replayssm.ops import reference
-from replayssm.ring import BlockPlan
 from replayssm.types import Block, Format, ReadDepth
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -26,37 +25,48 @@ TINY = {name: CASES[f"{name}-tiny"] for name in ("mamba2", "gdn", "kda")}
 LARGE = Point(CASES["mamba2-128x64x128"], 256)
 
 
-class ReferenceKernels:
+class ReferenceReplay:
     """The library's reference behind the interface that Triton kernels are bound to."""
 
-    def scratch(self, store, point, depth):
-        return point, depth
+    def choices(self, fmt, depth):
+        return [ours.Choice(), ours.Choice("tiles 4", tiles=4)]
 
-    def step_(self, store, scratch, folded, committed, inputs, out):
-        point, depth = scratch
-        rows = np.arange(point.batch)
+    def load(self, point, inputs):
         e = entries64(point, inputs)
         decay = e.decay if point.case.family == "kda" else e.decay[..., 0]
         heads = point.case.layer.heads_per_key
         block = Block(e.q[:, :, ::heads], e.k[:, :, ::heads], e.v, decay.log(), e.w)
-        lengths = np.full_like(rows, point.tokens)
-        at = BlockPlan(rows, 0 * rows, folded.numpy(), committed.numpy(), lengths)
-        reference.step_(store, at, block.to(torch.float32), [depth] * point.batch, out)
-        out += e.skip
+        return block.to(torch.float32), e.skip
 
-    def standard_(self, state, inputs, out):
-        out[:], state[:] = recurrence(self.point_of(out), state.double(), inputs)
+    def plan(self, store, rows, depth, tokens):
+        return rows, [depth] * rows.rows
 
-    def snapshots_(self, states, kept, inputs, out):
-        point = self.point_of(out)
+    def step_(self, store, plan, loaded, out, launch):
+        rows, depth = plan
+        block, skip = loaded
+        reference.step_(store, rows, block, depth, out)
+        out += skip
+
+
+class ReferenceStandard:
+    """The oracle itself as a standard kernel."""
+
+    def load(self, point, inputs):
+        return point, inputs
+
+    def step_(self, state, loaded, out):
+        out[:], state[:] = recurrence(loaded[0], state.double(), loaded[1])
+
+    def snapshots_(self, states, kept, loaded, out):
+        point, inputs = loaded
         state = states[:, int(kept[0]) - 1].double()
         for t in range(point.tokens):
-            here = SimpleNamespace(**{**vars(point), "tokens": t + 1, "kept": t + 1})
+            here = SimpleNamespace(case=point.case, tokens=t + 1, kept=t + 1)
             y, after = recurrence(here, state, inputs)
             out[:, t], states[:, t] = y[:, t], after
 
-    def point_of(self, out):
-        return Point(self.case, out.shape[0], out.shape[1], 8)
+
+REPLAY, STANDARD = ReferenceReplay(), ReferenceStandard()
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -74,43 +84,37 @@ def test_the_oracle_is_the_librarys_recurrence(family):
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("family", TINY)
 def test_our_adapter_stands_where_the_reference_agrees_with_the_oracle(family, tokens):
-    kernels, point = ReferenceKernels(), Point(TINY[family], 3, tokens, 8)
-    kernels.case = point.case
-    for arm in ours.arms_of(kernels):
+    point = Point(TINY[family], 3, tokens, 8)
+    for arm in ours.arms_of(REPLAY, STANDARD):
         if not arm.refuses(point):
             assert check(arm, point, CPU).error <= arm.tolerance
 
 
-def test_rolling_tiles_are_served_too():
-    point = Point(TINY["gdn"], 3, 1, 8)
-    arm = ours.OurReplay(ReferenceKernels(), Format.Q24, ReadDepth.HIGH, tiles=4)
-    assert check(arm, point, CPU).error <= arm.tolerance
-
-
 def test_a_kernel_that_writes_nothing_is_refused():
-    kernels, point = ReferenceKernels(), Point(TINY["gdn"], 3, 1, 8)
-    kernels.standard_ = lambda state, inputs, out: None
+    class Idle(ReferenceStandard):
+        def step_(self, state, loaded, out):
+            pass
+
     with pytest.raises(Wrong, match="nan"):
-        check(ours.OurStandard(kernels, "f32", Kind.STANDARD), point, CPU)
+        check(ours.OurStandard(Idle(), "f32", Kind.STANDARD), Point(TINY["gdn"], 3, window=8), CPU)
 
 
 def test_a_kernel_that_never_folds_is_refused():
-    class Lazy(ReferenceKernels):
-        def step_(self, store, scratch, folded, committed, inputs, out):
-            super().step_(store, scratch, committed, committed, inputs, out)
+    class Lazy(ReferenceReplay):
+        def plan(self, store, rows, depth, tokens):
+            return super().plan(store, replace(rows, folded=rows.committed), depth, tokens)
 
     point = Point(TINY["mamba2"], 3, 1, 8)
     with pytest.raises(Wrong, match="relative error"):
         check(ours.OurReplay(Lazy(), Format.F32, ReadDepth.FULL), point, CPU)
 
 
-def test_every_row_folds_once_in_a_cycle():
+def test_every_row_folds_as_often_as_a_window_passes():
     point = Point(TINY["mamba2"], 11, 4, 16)
-    arm = ours.OurReplay(ReferenceKernels(), Format.F32, ReadDepth.FULL)
-    states = arm.prepare(point, CPU, None, arm.period(point))
-    windows = states.committed // 16 - states.folded // 16
-    assert arm.period(point) == 16
-    assert windows.sum(0).tolist() == [3] * 11  # 48 tokens
+    period = ours.OurReplay(REPLAY, Format.F32, ReadDepth.FULL).period(point)
+    windows = sum(p.committed // 16 - p.folded // 16 for p in ours.plans(point, period))
+    assert period == 16
+    assert windows.tolist() == [3] * 11  # 48 tokens
 
 
 def test_cycles_of_the_packages():
@@ -128,14 +132,14 @@ def test_bytes_are_those_counted_by_hand():
     entry = 256 * (2 * 8 * 128 + 2 * 128 * 64 + 4 * 128)
     traffic = decode_cycle(16).traffic(LARGE, 1074e6, entry, 15 / 16)
     assert [round(x / 1e6) for x in (traffic.state_written, traffic.ring)] == [67, 41]
-    q24 = ours.OurReplay(ReferenceKernels(), Format.Q24, ReadDepth.HIGH).traffic(LARGE)
+    q24 = ours.OurReplay(REPLAY, Format.Q24, ReadDepth.HIGH).traffic(LARGE)
     elements, scales = LARGE.state_elements, 256 * 128 * (4 * 64 + 2 * 128)
     assert q24.state_read == elements * (1 + 2 / 16) + scales
     assert q24.state_written == (elements * 3 + scales) / 16
 
 
 def test_state_sets_exceed_the_cache():
-    arm = ours.OurReplay(ReferenceKernels(), Format.Q24, ReadDepth.HIGH)
+    arm = ours.OurReplay(REPLAY, Format.Q24, ReadDepth.HIGH)
     for batch in (1, 8, 512):
         point = LARGE.at(batch)
         sets, cycles = plan(arm, point)
@@ -158,14 +162,14 @@ def test_a_figure_is_the_median():
 
 
 def records():
-    kernels, found = ReferenceKernels(), []
+    found = []
     ceilings = Ceilings(read=4.6e12, rewrite=4.2e12, copy=4.3e12, write=4.7e12)
     for arm, us in (
-        (ours.OurStandard(kernels, "f32", Kind.STANDARD), 520.0),
-        (ours.OurStandard(kernels, "bf16", Kind.STANDARD), 270.0),
-        (ours.OurReplay(kernels, Format.Q24, ReadDepth.HIGH), 130.0),
-        (ours.OurReplay(kernels, Format.Q16, ReadDepth.HIGH), 100.0),
-        (ours.OurReplay(kernels, Format.S32, ReadDepth.HIGH), "ImportError: not there"),
+        (ours.OurStandard(STANDARD, "f32", Kind.STANDARD), 520.0),
+        (ours.OurStandard(STANDARD, "bf16", Kind.STANDARD), 270.0),
+        (ours.OurReplay(REPLAY, Format.Q24, ReadDepth.HIGH), 130.0),
+        (ours.OurReplay(REPLAY, Format.Q16, ReadDepth.HIGH), 100.0),
+        (ours.OurReplay(REPLAY, Format.S32, ReadDepth.HIGH), "ImportError: not there"),
     ):
         value = us if isinstance(us, str) else Figure(us, 0.01, 9, 2, 32)
         found.append(report.record(arm, LARGE, value, ceilings, 1e-3))

@@ -1,15 +1,16 @@
 """This library's own kernels as arms: stores, positions and bytes; the launches come from outside.
 
-:class:`Kernels` is all that the benchmark asks of ``replayssm.ops.triton``. What it does not offer
-is reported as absent.
+:class:`Replay` and :class:`Standard` are all that the benchmark asks of the Triton kernels.
+``gpu/launches.py`` binds them; what it does not offer is reported as absent.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 
 from gpu.arms import (
@@ -19,10 +20,9 @@ from gpu.arms import (
     new_states,
     snapshot_traffic,
     standard_traffic,
-    steps_of_rows,
 )
 from replayssm.formats import FORMATS, column_amax, column_scale, encode
-from replayssm.ring import RingSpec
+from replayssm.ring import BlockPlan, RingSpec
 from replayssm.storage import LayerStore, StorageSpec, allocate
 from replayssm.types import Format, ReadDepth
 
@@ -46,88 +46,116 @@ TOLERANCE = {Format.F32: 5e-3, Format.S32: 5e-3, Format.Q24: 2e-2, Format.Q16: 2
              Format.BF16: 1e-2}  # fmt: skip
 
 
-class Kernels(Protocol):
-    """The launches of this library.
+@dataclass(frozen=True)
+class Choice:
+    """One way to launch: value tiles of the store, and whatever the binding makes of ``launch``."""
+
+    label: str = ""
+    tiles: int = 1
+    launch: Any = None
+
+
+class Replay(Protocol):
+    """The kernels that keep a checkpoint and a ring.
 
     Inputs are raw: the kernels form gates and strengths, normalise q and k of the delta families
-    and scale q by ``K ** -0.5``, and add ``skip`` times v for Mamba-2. All of it can be captured.
+    and scale q by ``K ** -0.5``, and add ``skip`` times v for Mamba-2.
     """
 
-    def scratch(self, store: LayerStore, point: Point, depth: ReadDepth) -> object:
-        """Allocate whatever a step needs besides store and outputs, and choose its launches."""
+    def choices(self, fmt: Format, depth: ReadDepth) -> list[Choice]:
+        """Return the launches to time, one arm each."""
 
-    def step_(
-        self, store: LayerStore, scratch: object, folded: Tensor, committed: Tensor,
-        inputs: Inputs, out: Tensor,
-    ) -> None:  # fmt: skip
-        """Fold each row from ``folded`` to ``committed``, read, and append T entries.
+    def load(self, point: Point, inputs: Inputs) -> Any:  # noqa: ANN401
+        """Arrange inputs; never timed."""
+
+    def plan(self, store: LayerStore, rows: BlockPlan, depth: ReadDepth, tokens: int) -> Any:  # noqa: ANN401
+        """Bring a step's plan to the device; made for every step before any is captured."""
+
+    def step_(self, store: LayerStore, plan: Any, loaded: Any, out: Tensor, launch: Any) -> None:  # noqa: ANN401
+        """Launch all of one layer-step: fold what is due, read, append T entries; captured.
 
         Args:
-            store: One slot for every row, slot b for row b, all admitted at position 0; mutated.
-            scratch: Of :meth:`scratch`.
-            folded: ``[B]`` int64, ``committed`` of the step before.
-            committed: ``[B]`` int64 tokens of each row's sequence when the step starts.
-            inputs: T tokens a row.
+            store: One slot for every row; mutated.
+            plan: Of :meth:`plan`.
+            loaded: Of :meth:`load`.
             out: ``[B, T, HV, V]`` bf16; mutated.
+            launch: Of the choice.
         """
 
-    def standard_(self, state: Tensor, inputs: Inputs, out: Tensor) -> None:
+
+class Standard(Protocol):
+    """The kernels that read and write the state; inputs are as raw."""
+
+    def load(self, point: Point, inputs: Inputs) -> Any:  # noqa: ANN401
+        """Arrange inputs; never timed."""
+
+    def step_(self, state: Tensor, loaded: Any, out: Tensor) -> None:  # noqa: ANN401
         """Run one token: ``state`` ``[B, HV, V, K]`` fp32 or bf16 and ``out`` are mutated."""
 
-    def snapshots_(self, states: Tensor, kept: Tensor, inputs: Inputs, out: Tensor) -> None:
+    def snapshots_(self, states: Tensor, kept: Tensor, loaded: Any, out: Tensor) -> None:  # noqa: ANN401
         """Run T tokens from ``states[b, kept[b] - 1]`` and write the state after each.
 
         Args:
             states: ``[B, T, HV, V, K]`` fp32 or bf16; mutated.
             kept: ``[B]`` int32.
-            inputs: T tokens a row.
+            loaded: Of :meth:`load`.
             out: ``[B, T, HV, V]`` bf16; mutated.
         """
+
+
+def plans(point: Point, steps: int) -> list[BlockPlan]:
+    """Return where every row stands at each step, all admitted at position 0.
+
+    A window and b tokens came before row b's first step; in a zeroed ring they write nothing. A
+    graph of one period can be replayed: at its start rows fold as they do at its end.
+    """
+    rows = np.arange(point.batch)
+    lengths, found = np.full_like(rows, point.tokens), []
+    for step in range(steps):
+        committed = point.window + rows % point.window + step * point.kept
+        found.append(BlockPlan(rows, 0 * rows, committed - point.kept, committed, lengths))
+    return found
 
 
 class Stored:
     """One state set of checkpoint and ring."""
 
     def __init__(
-        self, kernels: Kernels, store: LayerStore, point: Point, depth: ReadDepth, steps: int
-    ) -> None:
-        self.kernels, self.store = kernels, store
-        self.scratch = kernels.scratch(store, point, depth)
-        # a window and b tokens came before row b's first step; in a zeroed ring they write nothing
-        before = point.window + steps_of_rows(point.batch, 1, point.window)
-        committed = before + point.kept * torch.arange(steps)[:, None]
-        self.committed = committed.to(store.high.device)
-        self.folded = (committed - point.kept).to(store.high.device)
+        self, kernels: Replay, store: LayerStore, point: Point, depth: ReadDepth, steps: int,
+        launch: Any,  # noqa: ANN401
+    ) -> None:  # fmt: skip
+        self.kernels, self.store, self.point, self.choice = kernels, store, point, launch
+        self.plans = [kernels.plan(store, p, depth, point.tokens) for p in plans(point, steps)]
 
     def load(self, inputs: Inputs) -> None:
         """Take inputs."""
-        self.inputs, self.out = inputs, torch.full_like(inputs.v, torch.nan)
+        self.loaded = self.kernels.load(self.point, inputs)
+        self.out = torch.full_like(inputs.v, torch.nan)
 
     def launch(self, step: int) -> Tensor:
         """Launch one step."""
-        self.kernels.step_(
-            self.store, self.scratch, self.folded[step], self.committed[step], self.inputs, self.out
-        )
+        self.kernels.step_(self.store, self.plans[step], self.loaded, self.out, self.choice)
         return self.out
 
 
 class Plain:
     """One state set of the standard kernel, or of snapshots."""
 
-    def __init__(self, kernels: Kernels, point: Point, states: Tensor) -> None:
+    def __init__(self, kernels: Standard, point: Point, states: Tensor) -> None:
         self.kernels, self.point, self.states = kernels, point, states
         self.kept = torch.full((point.batch,), point.kept, dtype=torch.int32, device=states.device)
 
     def load(self, inputs: Inputs) -> None:
         """Take inputs."""
-        self.inputs, self.out = inputs, torch.full_like(inputs.v, torch.nan)
+        self.loaded = self.kernels.load(self.point, inputs)
+        self.out = torch.full_like(inputs.v, torch.nan)
 
     def launch(self, step: int) -> Tensor:
         """Launch one step."""
         if self.point.tokens == 1:
-            self.kernels.standard_(self.states, self.inputs, self.out)
+            self.kernels.step_(self.states, self.loaded, self.out)
         else:
-            self.kernels.snapshots_(self.states, self.kept, self.inputs, self.out)
+            self.kernels.snapshots_(self.states, self.kept, self.loaded, self.out)
         return self.out
 
 
@@ -157,19 +185,18 @@ def filled_store(
 
 @dataclass(frozen=True)
 class OurReplay:
-    """A format read at a depth."""
+    """A format read at a depth, launched one way."""
 
-    kernels: Kernels
+    kernels: Replay
     format: Format
     read: ReadDepth
-    tiles: int = 1
+    choice: Choice = Choice()
     kind: Kind = Kind.REPLAY
 
     @property
     def name(self) -> str:
         """Shown in the table."""
-        tiles = "" if self.tiles == 1 else f" tiles {self.tiles}"
-        return f"ours replay {self.format.value} {self.read.value}{tiles}"
+        return f"ours replay {self.format.value} {self.read.value} {self.choice.label}".rstrip()
 
     @property
     def state(self) -> str:
@@ -197,14 +224,16 @@ class OurReplay:
             steps, at = steps + 1, at + point.kept
         return steps
 
-    def _spec(self, point: Point) -> StorageSpec:
-        ring = RingSpec(point.window, max_block=point.tokens, tiles=self.tiles)
-        return StorageSpec(point.case.layer, self.format, ring, torch.bfloat16)
+    def _spec(self, point: Point, device: torch.device) -> StorageSpec:
+        ring = RingSpec(point.window, max_block=point.tokens, tiles=self.choice.tiles)
+        # inputs are fp32 where Triton's interpreter checks, and fit no bf16 ring
+        entries = torch.float32 if device.type == "cpu" else torch.bfloat16
+        return StorageSpec(point.case.layer, self.format, ring, entries)
 
     def prepare(self, point: Point, device: torch.device, seed: int | None, steps: int) -> StateSet:
         """Allocate one state set."""
-        store = filled_store(self._spec(point), point, device, seed)
-        return Stored(self.kernels, store, point, self.read, steps)
+        store = filled_store(self._spec(point, device), point, device, seed)
+        return Stored(self.kernels, store, point, self.read, steps, self.choice.launch)
 
     def traffic(self, point: Point) -> Traffic:
         """Planes and scales read every step, all of them read and written once a window."""
@@ -213,7 +242,7 @@ class OurReplay:
         high, stored = fmt.read_bytes[self.read], fmt.stored_bytes
         scales = 0.0
         if fmt.scaled:
-            scales = rows * at.value_heads * (4 * at.value_dim + 2 * self.tiles * at.key_dim)
+            scales = rows * at.value_heads * (4 * at.value_dim + 2 * self.choice.tiles * at.key_dim)
         # a step that folds reads both planes; the other tiles and rows read what the depth asks for
         read = point.state_elements * (high + (stored - high) * share) + scales
         written = (point.state_elements * stored + scales) * share
@@ -228,7 +257,7 @@ class OurReplay:
 class OurStandard:
     """The standard kernel, and the one that writes a snapshot after every token of a block."""
 
-    kernels: Kernels
+    kernels: Standard
     state: str
     kind: Kind
     depth: str = "full"
@@ -254,7 +283,7 @@ class OurStandard:
         rows = point.batch * (point.tokens if self.kind is Kind.SNAPSHOT else 1)
         states = new_states(point, rows, STATES[self.state], device, seed)
         if self.kind is Kind.SNAPSHOT:
-            states = states.unflatten(0, (point.batch, point.tokens))
+            states = states.view(point.batch, point.tokens, *states.shape[1:])
         return Plain(self.kernels, point, states)
 
     def traffic(self, point: Point) -> Traffic:
@@ -263,20 +292,25 @@ class OurStandard:
         return count(point, self.state)
 
 
-def arms_of(kernels: Kernels) -> list[Arm]:
+def arms_of(replay: Replay | None, standard: Standard | None) -> list[Arm]:
     """Return every arm of an implementation."""
-    found: list[Arm] = [OurReplay(kernels, f, d) for f, depths in DEPTHS.items() for d in depths]
-    for state in STATES:
-        found.append(OurStandard(kernels, state, Kind.STANDARD))
-        found.append(OurStandard(kernels, state, Kind.SNAPSHOT))
+    found: list[Arm] = []
+    if replay is not None:
+        for fmt, depths in DEPTHS.items():
+            for depth in depths:
+                found += [OurReplay(replay, fmt, depth, c) for c in replay.choices(fmt, depth)]
+    if standard is not None:
+        for state in STATES:
+            found.append(OurStandard(standard, state, Kind.STANDARD))
+            found.append(OurStandard(standard, state, Kind.SNAPSHOT))
     return found
 
 
 def arms() -> list[Arm]:
-    """Return the arms of ``KERNELS`` in ``gpu/launches.py``, the binding to the Triton kernels.
+    """Return the arms of ``REPLAY`` and ``STANDARD`` in ``gpu/launches.py``; either may be None.
 
     Raises:
         ImportError: There is no such binding in this tree.
     """
-    kernels: Kernels = importlib.import_module("gpu.launches").KERNELS
-    return arms_of(kernels)
+    bound = importlib.import_module("gpu.launches")
+    return arms_of(bound.REPLAY, bound.STANDARD)
