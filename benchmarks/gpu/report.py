@@ -148,6 +148,8 @@ def plot(run: Record, path: Path) -> None:
             axes.plot(sorted(points), [points[b] for b in sorted(points)], style, label=arm, ms=4)
         axes.axhline(1.0, color="0.6", lw=0.8)
         axes.set_xscale("log", base=2)
+        batches = sorted({r["batch"] for r in here})
+        axes.set_xticks(batches, [str(b) for b in batches])
         axes.set(title=f"{case}, T = {tokens}", xlabel="sequences",
                  ylabel="times faster than the best standard")  # fmt: skip
         axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
