@@ -93,19 +93,15 @@ def evaluate(
     first = replace(first, seconds=_end(show, "compatibility", start))
 
     largest = bottleneck.largest_batch(subject, plan)[0]
-    batches = {b for b in scope.decode_batches if b <= largest} | {largest}
-    start = _begin(show, "bottleneck", len(batches))
+    start = _begin(show, "bottleneck", len({b for b in scope.decode_batches if b < largest}) + 1)
     second = bottleneck.run(subject, plan, show.tick)
     second = replace(second, seconds=_end(show, "bottleneck", start))
-
     start = _begin(show, "window and batch", len(window.grid(plan)) + 1)
     third = window.run(spec, len(mixers), plan, show.tick)
     third = replace(third, seconds=_end(show, "window and batch", start))
-
     start = _begin(show, "precision", precision.count_steps(subject, plan))
     fourth = precision.run(subject, plan, show.tick)
     fourth = replace(fourth, seconds=_end(show, "precision", start))
-
     start = _begin(show, "speculation", speculation.count_steps(subject, plan))
     fifth = speculation.run(subject, plan, show.tick)
     fifth = replace(fifth, seconds=_end(show, "speculation", start))
