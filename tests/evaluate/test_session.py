@@ -8,8 +8,9 @@ import torch
 
 from replayssm.errors import UnsupportedError
 from replayssm.evaluate import bottleneck, compatibility
+from replayssm.evaluate.arms import DEFAULT
 from replayssm.evaluate.plan import Plan
-from replayssm.evaluate.session import Session, one_thread
+from replayssm.evaluate.session import Session, enabled, one_thread, twin
 from replayssm.evaluate.subject import load
 from replayssm.evaluate.workload import make_blocks
 from replayssm.models.tiny import WINDOW
@@ -54,6 +55,22 @@ def test_agreement_rebuilds_every_final_state_once(subject, small_scope, rebuilt
     plan = Plan("random-gdn", scope=replace(small_scope, prefills=(4,)))
     found = compatibility.run(subject, plan, str).agreements
     assert len(rebuilt) == sum(f.arm != plan.arms[0].name for f in found)
+
+
+@pytest.mark.parametrize("arm", DEFAULT, ids=lambda arm: arm.name)
+def test_a_fork_under_an_arm_goes_on_as_if_its_prompt_had_run_there(subject, arm):
+    ids = torch.randint(256, (2, 40), generator=torch.Generator().manual_seed(0))
+    prompt, logits = Session(subject.model), []
+    prompt.feed(ids[:, :30])
+    for is_fork in (True, False):
+        model = twin(subject.model)
+        with enabled(model, arm, window=4):
+            session = prompt.fork(model) if is_fork else Session(model)
+            if not is_fork:
+                session.feed(ids[:, :30])
+            logits.append(torch.cat([session.feed(ids[:, i : i + 1]) for i in range(30, 40)], 1))
+    assert torch.equal(*logits)
+    assert prompt.position == 30
 
 
 @pytest.mark.parametrize("name", ["mamba2-tiny", "gdn-tiny", "kda-tiny"])

@@ -133,12 +133,11 @@ class _MixerClock:
 
 
 class _Decoder:
-    """A twin of the model under one arm, decoding one token a row at a time."""
+    """A twin of the model under one arm, decoding one token a row at a time behind a prompt."""
 
-    def __init__(self, model: PreTrainedModel, ids: Tensor, window: int) -> None:
+    def __init__(self, model: PreTrainedModel, prompt: Session, ids: Tensor, window: int) -> None:
         self.model, self.ids, self.window = model, ids, window
-        self.session = Session(model)
-        self.session.feed(ids[:, :PREFILL], last_only=True)
+        self.session = prompt.fork(model)
 
     def cycle(self, steps: int | None = None) -> None:
         for _ in range(steps or self.window):
@@ -151,12 +150,14 @@ def _profile(subject: Subject, plan: Plan, batch: int) -> Profile:
     texts = held_out(subject, 1, PREFILL + 256, plan.seed)
     row = torch.from_numpy(texts.ids).to(subject.model.device)
     ids = torch.cat([row.roll(-i, 1) for i in range(batch)])
+    prompt = Session(subject.model)
+    prompt.feed(ids[:, :PREFILL], last_only=True)
     with ExitStack() as stack:
         decoders = {}
         for arm in plan.arms:
             model = twin(subject.model)
             stack.enter_context(enabled(model, arm, window=scope.window))
-            decoders[arm.name] = _Decoder(model, ids, scope.window)
+            decoders[arm.name] = _Decoder(model, prompt, ids, scope.window)
             stack.callback(decoders[arm.name].session.close)
         calls: dict[str, Callable[[], None]] = {n: d.cycle for n, d in decoders.items()}
         reference = plan.arms[0].name

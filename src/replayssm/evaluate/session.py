@@ -114,6 +114,12 @@ class Session:
         logits: Tensor = out.logits
         return logits.float()
 
+    def fork(self, model: PreTrainedModel) -> Session:
+        """Return a session of a twin of the model that goes on from a copy of the cache."""
+        other = Session(model)
+        other.cache, other.position = copy.deepcopy(self.cache), self.position
+        return other
+
     def forget(self) -> None:
         """Drop the keys and values that windowed attention no longer sees.
 
