@@ -76,7 +76,7 @@ class StatePool:
         self.ring = ring or RingSpec()
         self.format = Format(state)
         self.device = torch.device(device)
-        self.impl = choose(Impl(impl), self.device, tiles=self.ring.tiles)
+        self.impl = choose(Impl(impl), self.device, tiles=self.ring.tiles, exact=exact)
         self.debug = debug
         self.specs = tuple(
             StorageSpec(layer, self.format, self.ring, ring_dtype, exact) for layer in layers

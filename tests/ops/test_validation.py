@@ -129,6 +129,7 @@ def test_an_explicit_choice_that_cannot_be_served_raises():
         StatePool(LAYERS, 1, ring=RingSpec(tiles=2), impl="cpu")
     assert choose(Impl.AUTO, torch.device("meta")) is Impl.REFERENCE
     assert choose("reference", torch.device("cpu")) is Impl.REFERENCE
+    assert choose(Impl.AUTO, torch.device("cuda"), exact=True) is Impl.REFERENCE
 
 
 @pytest.mark.parametrize("fmt", list(Format))

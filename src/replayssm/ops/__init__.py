@@ -76,7 +76,7 @@ def step_(
     ring = store.spec.ring
     if int(plan.lengths.max(initial=0)) > ring.max_block:
         raise ContractError("block", f"at most max_block ({ring.max_block}) tokens", block.tokens)
-    chosen = choose(impl, device, tiles=ring.tiles)
+    chosen = choose(impl, device, tiles=ring.tiles, exact=store.spec.exact)
     if chosen is Impl.CPU:
         from replayssm.ops import cpu
 
@@ -138,7 +138,8 @@ def fold_(store: LayerStore, plan: BlockPlan, *, impl: Impl = Impl.AUTO) -> None
     Mutates planes and scales only.
     """
     check_slots(plan, store.slots)
-    chosen = choose(impl, store.high.device, tiles=store.spec.ring.tiles)
+    spec = store.spec
+    chosen = choose(impl, store.high.device, tiles=spec.ring.tiles, exact=spec.exact)
     if chosen is Impl.CPU:
         from replayssm.ops import cpu
 

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 
-def unavailable(impl: Impl, device: torch.device, *, tiles: int = 1) -> str | None:
+def unavailable(
+    impl: Impl, device: torch.device, *, tiles: int = 1, exact: bool = False
+) -> str | None:
     """Return why ``impl`` cannot serve the request on ``device``, or None when it can."""
     if impl is Impl.CPU:
         if device.type != "cpu":
@@ -27,10 +29,12 @@ def unavailable(impl: Impl, device: torch.device, *, tiles: int = 1) -> str | No
             return f"the triton implementation needs a GPU's tensors, not {device}"
         if find_spec("triton") is None:
             return "triton is not installed; pip install 'replayssm[gpu]'"
+        if exact:
+            return "the triton implementation does not rebuild states exactly (exact=True)"
     return None
 
 
-def choose(impl: Impl, device: torch.device, *, tiles: int = 1) -> Impl:
+def choose(impl: Impl, device: torch.device, *, tiles: int = 1, exact: bool = False) -> Impl:
     """Resolve ``impl`` to the implementation that will run.
 
     ``AUTO`` is the compiled one of the device, CPU or Triton, where it can run and the reference
@@ -39,9 +43,9 @@ def choose(impl: Impl, device: torch.device, *, tiles: int = 1) -> Impl:
     impl = Impl(impl)
     if impl is Impl.AUTO:
         compiled = Impl.TRITON if device.type == "cuda" else Impl.CPU
-        reason = unavailable(compiled, device, tiles=tiles)
+        reason = unavailable(compiled, device, tiles=tiles, exact=exact)
         return compiled if reason is None else Impl.REFERENCE
-    reason = unavailable(impl, device, tiles=tiles)
+    reason = unavailable(impl, device, tiles=tiles, exact=exact)
     if reason is not None:
         raise UnsupportedError(f"impl={impl.value}: {reason}")
     return impl

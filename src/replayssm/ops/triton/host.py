@@ -166,8 +166,6 @@ def check_served(store: LayerStore) -> None:
         raise UnsupportedError(
             f"impl=triton: value_dim ({at.value_dim}) must be a multiple of tiles ({ring.tiles})"
         )
-    if store.spec.exact:
-        raise UnsupportedError("impl=triton: exact=True is served by the CPU and the reference")
 
 
 def _pull_back(
