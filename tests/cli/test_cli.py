@@ -161,7 +161,7 @@ def test_evaluate_writes_a_report_and_says_how_it_went(run, model_folder, tmp_pa
     assert "precision: done" in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_run_reports_every_model_and_says_which_one_runs(
     run, model_folder, tmp_path, monkeypatch
 ):

@@ -108,7 +108,7 @@ def run(monkeypatch, capsys):
     return call
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_is_evaluated_compared_and_reported(run, desk):
     out = desk / "out"
     code, text, _ = run("evaluate", "--plan", desk / "plan.toml", "--out", out, "--json", "-q")

@@ -10,7 +10,7 @@ from serving import PROMPTS, load
 from replayssm.engine.storm import Storm, StormPlan, is_near_tie
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["gdn-tiny", "mamba2-tiny", "kda-tiny"])
 def test_nothing_is_lost_leaked_or_wrong(name: str) -> None:
     plan = StormPlan(requests=300, slots=6, arrivals=2.0, swap=0.5, move=0.5, new_tokens=16)

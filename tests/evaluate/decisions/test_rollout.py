@@ -77,6 +77,7 @@ def evaluate(subject, speak, fake, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_a_plan_ends_in_six_decisions_a_verdict_and_a_routing(evaluate, table, tmp_path):
     found = evaluate(table)
     assert tuple(d.name for d in found.decisions) == DECISIONS
@@ -93,6 +94,7 @@ def test_a_plan_ends_in_six_decisions_a_verdict_and_a_routing(evaluate, table, t
     assert len(lines) == 1 + sum(len(d.findings) for d in found.decisions)
 
 
+@pytest.mark.long
 def test_the_report_is_one_file_with_the_verdicts_first(evaluate, table):
     html = render_rollout(evaluate(table))
     assert not re.findall(r"https?://|//cdn|@import|url\((?!#)|<link|<img|src=", html)
@@ -108,6 +110,7 @@ def test_the_report_is_one_file_with_the_verdicts_first(evaluate, table):
     assert result.parse(data.group(1).replace("<\\/", "</")).verdicts
 
 
+@pytest.mark.long
 def test_nothing_is_replayed_when_nothing_is_left(evaluate, table):
     table["decisions"]["concurrency"] = {"metric": "throughput", "margin": 50.0}
     found = evaluate(table)
@@ -118,12 +121,14 @@ def test_nothing_is_replayed_when_nothing_is_left(evaluate, table):
     assert render_rollout(found).count("<svg") == 5
 
 
+@pytest.mark.long
 def test_a_leak_fails_every_routed_cohort(evaluate, table):
     found = evaluate(table, leak=1)
     assert all(v.status is Status.FAIL for v in found.verdicts)
     assert "63 of 64 slots free" in found.verdicts[0].reason
 
 
+@pytest.mark.long
 def test_a_cohort_beside_it_must_not_pay_for_the_change(evaluate, table):
     # the pool stays on standard, and asks of its company what nobody can give
     table["cohorts"][0]["margins"] = {"concurrency": 50.0, "outcome": 50.0}
@@ -132,6 +137,7 @@ def test_a_cohort_beside_it_must_not_pay_for_the_change(evaluate, table):
     assert "pool beside it" in night.reason
 
 
+@pytest.mark.long
 def test_an_evaluation_equals_itself_and_not_a_slower_one(evaluate, table):
     found = evaluate(table)
     assert compare_results(found, found).status is Status.PASS
@@ -145,6 +151,7 @@ def test_an_evaluation_equals_itself_and_not_a_slower_one(evaluate, table):
     assert [m.variant for m in changes.metrics if m.ratio.high < 1] == ["s32-full"]
 
 
+@pytest.mark.long
 def test_a_result_with_another_plan_is_refused(evaluate, table):
     fields = json.loads(result.dump(evaluate(table)))
     fields["stamp"]["plan"]["decisions"]["outcome"]["margin"] = 0.1
@@ -216,6 +223,7 @@ def test_published_schemas_are_those_of_the_code():
         assert published == json.loads(json.dumps(schema)), f"{name}: run write_schemas"
 
 
+@pytest.mark.long
 def test_what_is_written_fits_its_schema(evaluate, table, tmp_path):
     jsonschema = pytest.importorskip("jsonschema")
     found = evaluate(table)

@@ -121,6 +121,7 @@ def test_every_variant_serves_the_same_jobs_in_turn(plan):
     assert found.rounds == plan.design.pairs
 
 
+@pytest.mark.slow
 def test_the_number_of_rounds_follows_the_spread_and_not_the_mean(plan, fake):
     design = plan.design.model_copy(update={"max_pairs": 400})
 
