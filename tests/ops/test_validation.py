@@ -129,7 +129,13 @@ def test_an_explicit_choice_that_cannot_be_served_raises():
         StatePool(LAYERS, 1, ring=RingSpec(tiles=2), impl="cpu")
     assert choose(Impl.AUTO, torch.device("meta")) is Impl.REFERENCE
     assert choose("reference", torch.device("cpu")) is Impl.REFERENCE
-    assert choose(Impl.AUTO, torch.device("cuda"), exact=True) is Impl.REFERENCE
+
+
+def test_auto_leaves_exact_states_to_the_reference_on_a_gpu(monkeypatch) -> None:
+    monkeypatch.setattr("replayssm.ops.dispatch.find_spec", lambda name: name)
+    gpu = torch.device("cuda")
+    assert choose(Impl.AUTO, gpu) is Impl.TRITON
+    assert choose(Impl.AUTO, gpu, exact=True) is Impl.REFERENCE
 
 
 @pytest.mark.parametrize("fmt", list(Format))
