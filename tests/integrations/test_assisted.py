@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from stepping import OLD_LOOP, generate  # noqa: E402
-from tiny_families import FAMILIES, QUICK, VOCAB, build  # noqa: E402
+from tiny_families import FAMILIES, QUICK, VOCAB, build, quick_first  # noqa: E402
 
 import replayssm  # noqa: E402
 from replayssm.models import tiny  # noqa: E402
@@ -19,6 +19,7 @@ from replayssm.models import tiny  # noqa: E402
 transformers.logging.set_verbosity_error()
 
 TRAINED = tiny.NAMES[:3]
+ASSISTED = [name for name in FAMILIES if name != "Mamba2"]
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n\n\n"
 
 
@@ -69,7 +70,7 @@ def test_prompt_lookup_equals_plain_greedy(name):
             assert torch.equal(plain.sequences, looked_up.sequences)
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "Mamba2"])
+@pytest.mark.parametrize("name", quick_first(ASSISTED))
 def test_an_assistant_model_gives_the_tokens_of_plain_greedy(name):
     """20 drafts a round, transformers' default; some are accepted and some are not."""
     model, assistant, ids = build(name), likeness(name, 0.03), repetitive()
@@ -81,7 +82,7 @@ def test_an_assistant_model_gives_the_tokens_of_plain_greedy(name):
     assert 64 / 21 + 1 < forwards.count < 64
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "Mamba2"])
+@pytest.mark.parametrize("name", quick_first(ASSISTED))
 def test_a_model_accepts_everything_it_drafts_itself(name):
     """Classes 33 and 99: a crop that is off by one shows as drafts that are refused."""
     model, twin, ids = build(name), likeness(name, 0.0), repetitive()

@@ -151,6 +151,11 @@ FAMILIES = tuple(CONFIGS)
 QUICK = ("Bamba", "Qwen3_5Text", "KimiLinear")
 
 
+def quick_first(names=FAMILIES):
+    """Return parameters of a test that the quick suite runs for one family of each kind only."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def build(name, seed=0, dtype=torch.float32, **overrides):
     """Return a tiny random model in evaluation mode, or skip where this transformers lacks it."""
     import transformers
