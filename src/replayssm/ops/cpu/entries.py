@@ -75,12 +75,13 @@ def append_keys(
     rings: RingsAt,
     blk: BlockAt,
     row: int,
-    ring: int,
+    slot: int,
     key_head: int,
     first: int,
     length: int,
 ) -> None:
     """Write a block's keys of one key head to its ring."""
+    ring = rings.k + slot * rings.k_slot + key_head * rings.k_head
     source = blk.k + row * blk.k_row + key_head * blk.k_head
     for t in range(length):
         to = ring + (first + t) % at.ring_len * rings.k_entry

@@ -24,6 +24,7 @@ from replayssm.ops.cpu.layout import (
     BlockAt,
     Geometry,
     HeadAt,
+    NextAt,
     PlanesAt,
     RingsAt,
     Scratch,
@@ -161,6 +162,32 @@ def gather_row(
             match_keys(at, s, known + length, length)
 
 
+@inlined
+def run_head(
+    at: Geometry,
+    s: Scratch,
+    here: HeadAt,
+    then: NextAt,
+    blk: BlockAt,
+    out: int,
+    parents: Parents,
+    row: int,
+    spans: tuple[int, int, int, int, int, int],
+    full: int,
+) -> None:
+    """Fold one head and write its outputs; its new entries are in the rings.
+
+    ``spans``: where it stands, where it will, entries to fold, past them, both, and the block's.
+    """
+    start, position, skip, past, known, length = spans
+    # a single query reads the channel decays of unfolded entries where they are
+    decays = skip if length == 1 else known + length
+    gather_gates(at, s, here, start % at.ring_len, known + length, decays)
+    fold_head(at, s, here, start, position)
+    if length:
+        read_head(at, s, here, then, blk, out, parents, row, position, skip, past, length, full)
+
+
 @device
 def run_item(
     at: Geometry,
@@ -199,8 +226,7 @@ def run_item(
     gather_row(at, rings, blk, s, row, slot, key_head, start, known, length)
     if head == key_head * per_key:
         # the block's entries are none of those that other items gather, whatever their order
-        ring = rings.k + slot * rings.k_slot + key_head * rings.k_head
-        append_keys(at, rings, blk, row, ring, key_head, first, length)
+        append_keys(at, rings, blk, row, slot, key_head, first, length)
     # one query, nothing to fold, an entry at a time
     is_serial = length == 1 and skip == 0 and (at.is_delta or at.per_channel) and own is None
     for h in range(head, stop_head):
@@ -218,15 +244,8 @@ def run_item(
             ring = start % at.ring_len
             run_exactly(at, own, s, here, blk, out, parents, row, ring, skip, known, length)
         else:
-            # a single query reads the channel decays of unfolded entries where they are
-            decays = skip if length == 1 else known + length
-            gather_gates(at, s, here, start % at.ring_len, known + length, decays)
-            fold_head(at, s, here, start, position)
-            if length:
-                full = counts[IS_FULL, row]
-                read_head(
-                    at, s, here, then, blk, out, parents, row, position, skip, past, length, full
-                )
+            spans = (start, position, skip, past, known, length)
+            run_head(at, s, here, then, blk, out, parents, row, spans, counts[IS_FULL, row])
         if has_block:
             zero_outputs(at, blk, row, h, length)
 
