@@ -73,9 +73,9 @@ def _join(b: Any, high: Any, low: Any, bits: int) -> Any:  # noqa: ANN401
 
 
 def _cut(b: Any, q: Any, bits: int) -> tuple[Any, Any]:  # noqa: ANN401
-    half = constant(I32, 1 << (bits - 1))
-    high = b.ashr(b.add(q, half), constant(I32, bits))
-    return high, b.add(b.sub(q, b.shl(high, constant(I32, bits))), half)
+    # the biased low plane is what truncation to its width leaves
+    biased = b.add(q, constant(I32, 1 << (bits - 1)))
+    return b.ashr(biased, constant(I32, bits)), biased
 
 
 def _store_s32(b: Any, high: Any, low: Any, x: Any, n: Any = None) -> None:  # noqa: ANN401

@@ -32,7 +32,7 @@ from replayssm.ops.cpu.common import (
     store_as,
 )
 from replayssm.ops.cpu.layout import Geometry, HeadAt
-from replayssm.ops.cpu.read import fetch_bytes
+from replayssm.ops.cpu.read import LINE
 from replayssm.ops.cpu.vector import (
     LANES,
     absolute,
@@ -43,10 +43,12 @@ from replayssm.ops.cpu.vector import (
     div,
     finite_or_zero,
     get,
+    inlined,
     largest,
     largest_bits,
     load,
     mul,
+    prefetch,
     put,
     single,
     splat,
@@ -170,6 +172,34 @@ _decode_q24, _encode_q24 = make_decode_fixed(plane_q24), make_encode_fixed(put_q
 _decode_q16, _encode_q16 = make_decode_fixed(plane_q16), make_encode_fixed(put_q16, LEVELS_Q16)
 
 
+@inlined
+def sizes(at: Geometry) -> tuple[int, int]:
+    """Return the bytes of an element in the high and in the low plane."""
+    fmt = at.format
+    if at.is_scaled:
+        return 1, 2 if fmt == FMT_Q24 else 1
+    return 4 if fmt == FMT_F32 else 2, 2 if fmt == FMT_S32 else 0
+
+
+@inlined
+def fetch_part(at: Geometry, here: HeadAt, first: int, rows: int, i: int) -> None:
+    """Fetch from some rows what decodes to the lanes at byte ``i`` of a row of scratch."""
+    high, low = sizes(at)
+    if i // 4 * high % LINE == 0:
+        for r in range(first, first + rows):
+            prefetch(here.high + r * here.high_row + i // 4 * high)
+    if low and i // 4 * low % LINE == 0:
+        for r in range(first, first + rows):
+            prefetch(here.low + r * here.low_row + i // 4 * low)
+
+
+@inlined
+def fetch_rows(at: Geometry, here: HeadAt, first: int) -> None:
+    """Fetch 16 rows of both planes."""
+    for i in range(0, at.key_row, 4 * LANES):
+        fetch_part(at, here, first, LANES, i)
+
+
 @device
 def decode_rows(at: Geometry, here: HeadAt, column: int, first: int, rows: int, block: int) -> None:
     """Decode up to 16 rows from both planes to fp32; rows that do not exist become 0."""
@@ -177,9 +207,6 @@ def decode_rows(at: Geometry, here: HeadAt, column: int, first: int, rows: int, 
     high, low = here.high + first * here.high_row, here.low + first * here.low_row
     for r in range(LANES):
         to, top, rest = block + r * row, high + r * here.high_row, low + r * here.low_row
-        # the same row of the next 16
-        fetch_bytes(top + LANES * here.high_row, here.high_row)
-        fetch_bytes(rest + LANES * here.low_row, here.low_row)
         if r >= rows:
             clear(to, keys)
         elif fmt == FMT_F32:

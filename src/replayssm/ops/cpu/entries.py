@@ -16,8 +16,8 @@ from replayssm.ops.cpu.common import (
     store_as,
     width,
 )
-from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, PlanesAt, RingsAt, Scratch
-from replayssm.ops.cpu.read import FAR, fetch_bytes
+from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, NextAt, PlanesAt, RingsAt, Scratch
+from replayssm.ops.cpu.read import ROWS_AHEAD, fetch_bytes
 from replayssm.ops.cpu.vector import (
     LANES,
     device,
@@ -71,15 +71,21 @@ def append_values(
 
 @inlined
 def append_keys(
-    at: Geometry, rings: RingsAt, blk: BlockAt, row: int, slot: int, first: int, length: int
+    at: Geometry,
+    rings: RingsAt,
+    blk: BlockAt,
+    row: int,
+    slot: int,
+    key_head: int,
+    first: int,
+    length: int,
 ) -> None:
-    """Write a block's keys to the ring."""
-    for head in range(at.key_heads):
-        ring = rings.k + slot * rings.k_slot + head * rings.k_head
-        source = blk.k + row * blk.k_row + head * blk.k_head
-        for t in range(length):
-            to = ring + (first + t) % at.ring_len * rings.k_entry
-            move(to, rings.kind, source + t * blk.k_token, blk.k_kind, at.key_dim)
+    """Write a block's keys of one key head to its ring."""
+    ring = rings.k + slot * rings.k_slot + key_head * rings.k_head
+    source = blk.k + row * blk.k_row + key_head * blk.k_head
+    for t in range(length):
+        to = ring + (first + t) % at.ring_len * rings.k_entry
+        move(to, rings.kind, source + t * blk.k_token, blk.k_kind, at.key_dim)
 
 
 @device
@@ -107,7 +113,7 @@ def block_keys(
 ) -> None:
     """Copy a block's own keys, rounded as the ring will store them.
 
-    They come from the block, because another work item may not have the ring changed under it.
+    They come from the block, because the work item that appends them may not have run yet.
     """
     keys = at.key_dim
     for t in range(length):
@@ -121,18 +127,21 @@ def block_keys(
 
 
 @inlined
-def gather_gates(at: Geometry, s: Scratch, here: HeadAt, first: int, n: int) -> None:
-    """Read the write strengths and log-decays of n ring entries; take exp of the latter."""
+def gather_gates(at: Geometry, s: Scratch, here: HeadAt, first: int, n: int, decays: int) -> None:
+    """Read the write strengths and log-decays of n ring entries; take exp of the latter.
+
+    Of channel decays, only the first ``decays`` entries'.
+    """
     index = first
     for j in range(n):
         put(s.strength + 4 * j, get(here.w + index * here.w_entry))
         g = here.g + index * here.g_entry
-        if at.per_channel:
-            for i in range(0, at.key_dim, LANES):
-                gate = exp(load_some(g + 4 * i, at.key_dim - i))
-                store(s.decay + j * at.key_row + 4 * i, gate)
-        else:
+        if not at.per_channel:
             put(s.decay + 4 * j, get(g))
+        elif j < decays:
+            for i in range(0, at.key_dim, LANES):
+                gate = exp(load_as(g + 4 * i, IS_F32, at.key_dim - i))
+                store(s.decay + j * at.key_row + 4 * i, gate)
         index = after(at, index)
     if not at.per_channel:
         for i in range(0, n, LANES):
@@ -149,6 +158,30 @@ def fetch_entries(at: Geometry, address: int, entry: int, first: int, n: int, nb
 
 
 @inlined
+def next_at(at: Geometry, rings: RingsAt, slot: int, head: int, is_same_row: int) -> NextAt:
+    """Locate the entries of the head that follows; its keys where it has others."""
+    if not is_same_row:
+        return NextAt(0, 0, 0, 0)
+    per_key, k = at.value_heads // at.key_heads, 0
+    if head % per_key == 0:
+        k = rings.k + slot * rings.k_slot + head // per_key * rings.k_head
+    v = rings.v + slot * rings.v_slot + head * rings.v_head
+    return NextAt(k, rings.k_entry, v, rings.g + slot * rings.g_slot + head * rings.g_head)
+
+
+@inlined
+def fetch_entry(at: Geometry, here: HeadAt, then: NextAt, index: int) -> None:
+    """Fetch one entry of the head that follows."""
+    size = width(here.kind)
+    if then.v:
+        fetch_bytes(then.v + index * here.v_entry, size * at.value_dim)
+        if at.per_channel:
+            fetch_bytes(then.g + index * here.g_entry, 4 * at.key_dim)
+    if then.k:
+        fetch_bytes(then.k + index * then.k_entry, size * at.key_dim)
+
+
+@inlined
 def fetch_head(
     at: Geometry,
     planes: PlanesAt,
@@ -162,7 +195,8 @@ def fetch_head(
 ) -> None:
     """Fetch the small pieces that a head reads, while the head before it is computed.
 
-    Its planes follow that head's in memory and are fetched with them, except at a new row.
+    Its planes follow that head's in memory and are fetched with them, except at a new row. With
+    ``n`` 0, its entries are fetched one by one elsewhere.
     """
     first, size = start % at.ring_len, width(rings.kind)
     fetch_entries(at, here.v, here.v_entry, first, n, size * at.value_dim)
@@ -178,4 +212,4 @@ def fetch_head(
     if at.is_scaled:
         fetch_bytes(here.scale, 4 * at.value_dim)
     if is_new_row:
-        fetch_bytes(here.high, FAR)
+        fetch_bytes(here.high, ROWS_AHEAD * here.high_row)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replayssm.ops.cpu.common import IS_F32, copy_out
-from replayssm.ops.cpu.encode import decode_rows, encode_rows
+from replayssm.ops.cpu.encode import decode_rows, encode_rows, fetch_rows
 from replayssm.ops.cpu.entries import after
 from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, Scratch, StandardAt
 from replayssm.ops.cpu.standard import advance, prepare_token
@@ -89,6 +89,7 @@ def fold_exactly(at: Geometry, own: StandardAt, s: Scratch, here: HeadAt, n: int
     for r in range(0, at.value_dim, LANES):
         rows = min(LANES, at.value_dim - r)
         decode_rows(at, here, s.column, r, rows, s.block)
+        fetch_rows(at, here, r + LANES)
         for e in range(n):
             advance_rows(at, own, s, r, rows, e)
         encode_rows(at, here, s.inverse, r, rows, s.block)
@@ -125,6 +126,7 @@ def read_exactly(
         for r in range(0, at.value_dim, LANES):
             rows = min(LANES, at.value_dim - r)
             decode_rows(at, here, s.column, r, rows, s.block)
+            fetch_rows(at, here, r + LANES)
             for e in range(skip, known + leaf + 1):
                 if e < known or is_on_path(parents, row, e - known, leaf):
                     advance_rows(at, own, s, r, rows, e)

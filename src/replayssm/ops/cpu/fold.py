@@ -16,6 +16,8 @@ from replayssm.ops.cpu.encode import (
     collect_amax,
     decode_rows,
     encode_rows,
+    fetch_part,
+    fetch_rows,
     set_columns,
 )
 from replayssm.ops.cpu.layout import Geometry, HeadAt, Scratch
@@ -56,7 +58,7 @@ def prepare_scalar(at: Geometry, s: Scratch, keys: int, decay: int, strength: in
         put(s.after + 4 * j, run)
         run = run * get(decay + 4 * j)
     if at.is_delta:
-        dots_scratch(keys, row, 0, 0, n, keys, row, n, at.key_dim, s.lower, at.window_row)
+        dots_scratch(keys, n, keys, n, row, at.key_dim, s.lower, at.window_row)
         for t in range(n):
             run = ONE
             for j in range(t + 1, n):
@@ -110,13 +112,14 @@ def written_values(
             if not at.per_channel:
                 seen = mul(seen, splat(get(s.before + 4 * j)))
             value = sub(value, seen)
-        value = mul(value, splat(get(strength + 4 * j)))
-        if at.is_delta:
-            for t in range(j):
-                factor = splat(-get(s.lower + t * at.window_row + 4 * j))
-                value = fma(factor, load(s.values + VALUES * t), value)
-        store(to, value)
+        store(to, mul(value, splat(get(strength + 4 * j))))
         index = 0 if index + 1 == at.ring_len else index + 1
+    if at.is_delta:
+        for t in range(n):
+            value, lower = load(s.values + VALUES * t), s.lower + t * at.window_row
+            for j in range(t + 1, n):
+                to, factor = s.values + VALUES * j, splat(-get(lower + 4 * j))
+                store(to, fma(factor, value, load(to)))
     if not at.per_channel:
         for j in range(n):
             to = s.values + VALUES * j
@@ -124,30 +127,38 @@ def written_values(
 
 
 @device
-def update_rows(block: int, whole: int, keys: int, values: int, n: int, row: int) -> None:
-    """Write ``S D + sum_j u_j k_j`` over 16 decoded rows, 8 at a time, a key chunk in registers."""
+def update_rows(
+    at: Geometry, s: Scratch, here: HeadAt, then: int, block: int, keys: int, n: int
+) -> None:
+    """Write ``S D + sum_j u_j k_j`` over 16 decoded rows, 8 at a time, a key chunk in registers.
+
+    The 16 rows from row ``then`` on are fetched meanwhile.
+    """
+    row = at.key_row
     for r in range(0, LANES, 8):
         for i in range(0, row, 4 * LANES):
-            at = block + r * row + i
-            d = load(whole + i)
-            s0, s1 = mul(load(at), d), mul(load(at + row), d)
-            s2, s3 = mul(load(at + 2 * row), d), mul(load(at + 3 * row), d)
-            s4, s5 = mul(load(at + 4 * row), d), mul(load(at + 5 * row), d)
-            s6, s7 = mul(load(at + 6 * row), d), mul(load(at + 7 * row), d)
+            fetch_part(at, here, then + r, 8, i)
+            to, u = block + r * row + i, s.values + 4 * r
+            d = load(s.total + i)
+            s0, s1 = mul(load(to), d), mul(load(to + row), d)
+            s2, s3 = mul(load(to + 2 * row), d), mul(load(to + 3 * row), d)
+            s4, s5 = mul(load(to + 4 * row), d), mul(load(to + 5 * row), d)
+            s6, s7 = mul(load(to + 6 * row), d), mul(load(to + 7 * row), d)
             for j in range(n):
-                k, u = load(keys + j * row + i), values + VALUES * j + 4 * r
+                k = load(keys + j * row + i)
                 s0, s1 = fma(splat(get(u)), k, s0), fma(splat(get(u + 4)), k, s1)
                 s2, s3 = fma(splat(get(u + 8)), k, s2), fma(splat(get(u + 12)), k, s3)
                 s4, s5 = fma(splat(get(u + 16)), k, s4), fma(splat(get(u + 20)), k, s5)
                 s6, s7 = fma(splat(get(u + 24)), k, s6), fma(splat(get(u + 28)), k, s7)
-            store(at, s0)
-            store(at + row, s1)
-            store(at + 2 * row, s2)
-            store(at + 3 * row, s3)
-            store(at + 4 * row, s4)
-            store(at + 5 * row, s5)
-            store(at + 6 * row, s6)
-            store(at + 7 * row, s7)
+                u += VALUES
+            store(to, s0)
+            store(to + row, s1)
+            store(to + 2 * row, s2)
+            store(to + 3 * row, s3)
+            store(to + 4 * row, s4)
+            store(to + 5 * row, s5)
+            store(to + 6 * row, s6)
+            store(to + 7 * row, s7)
 
 
 @device
@@ -165,6 +176,7 @@ def fold_window(
     if at.is_scaled:
         copy_in(s.column, here.columns, IS_BF16, at.key_dim)
         clear(s.amax, at.key_dim)
+    fetch_rows(at, here, 0)
     seen_keys, written_keys = keys, keys
     if at.per_channel:
         prepare_channel(at, s, keys, decay, strength, n)
@@ -176,10 +188,10 @@ def fold_window(
         block = s.block + (r * row if at.is_scaled else 0)
         decode_rows(at, here, s.column, r, rows, block)
         if at.is_delta:
-            dots_scratch(block, row, 0, 0, LANES, seen_keys, row, n, at.key_dim, s.values, VALUES)
+            dots_scratch(block, LANES, seen_keys, n, row, at.key_dim, s.values, VALUES)
         v = here.v + r * width(here.kind)
         written_values(at, s, v, here, position % at.ring_len, strength, n, rows)
-        update_rows(block, s.total, written_keys, s.values, n, row)
+        update_rows(at, s, here, r + LANES, block, written_keys, n)
         if at.is_scaled:
             collect_amax(s.amax, block, rows, row)
         else:

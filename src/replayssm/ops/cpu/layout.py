@@ -160,6 +160,15 @@ class HeadAt(NamedTuple):
     kind: int
 
 
+class NextAt(NamedTuple):
+    """Ring entries of the head that follows in the same row, made inside kernels; 0 where none."""
+
+    k: int
+    k_entry: int
+    v: int
+    g: int
+
+
 class Scratch(NamedTuple):
     """One thread's scratch: byte offsets in the launcher, addresses inside kernels.
 

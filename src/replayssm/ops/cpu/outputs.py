@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from replayssm.ops.cpu.common import FMT_Q24, IS_BF16, copy_out, load_as, width
 from replayssm.ops.cpu.encode import UNIT_Q16, UNIT_Q24
-from replayssm.ops.cpu.layout import GROUP, BlockAt, Geometry, HeadAt, Scratch
-from replayssm.ops.cpu.pullback import before, pull_all
-from replayssm.ops.cpu.read import FAR, fetch_bytes, read_rows
+from replayssm.ops.cpu.layout import GROUP, BlockAt, Geometry, HeadAt, NextAt, Scratch
+from replayssm.ops.cpu.pullback import before, pull_all, ring_index
+from replayssm.ops.cpu.read import ROWS_AHEAD, fetch_bytes, read_rows
 from replayssm.ops.cpu.vector import (
     LANES,
+    Vec,
     add,
     fma,
     get,
@@ -38,8 +39,55 @@ BESIDE = 2048
 @inlined
 def value_at(at: Geometry, here: HeadAt, first: int, entry: int) -> int:
     """Return the address of v of the ``entry``-th entry from ring index ``first`` on."""
-    index = first + entry
-    return here.v + (index - at.ring_len if index >= at.ring_len else index) * here.v_entry
+    return here.v + ring_index(at, first, entry) * here.v_entry
+
+
+@inlined
+def sum_lanes(
+    at: Geometry,
+    here: HeadAt,
+    parents: Parents,
+    row: int,
+    past: int,
+    first: int,
+    token: int,
+    stop: int,
+    c: int,
+    i: int,
+) -> Vec:
+    """Return ``sum_j c_j v_j`` of one query down to entry ``stop``: 16 value rows from ``i`` on."""
+    a, j = zero(), past + token
+    while j >= stop:
+        v = value_at(at, here, first, j) + width(here.kind) * i
+        a = fma(splat(get(c + 4 * j)), load_as(v, here.kind, at.value_dim - i), a)
+        j = before(parents, row, past, j)
+    return a
+
+
+@inlined
+def sum_wide(
+    at: Geometry,
+    here: HeadAt,
+    parents: Parents,
+    row: int,
+    past: int,
+    first: int,
+    token: int,
+    stop: int,
+    c: int,
+    i: int,
+) -> tuple[Vec, Vec, Vec, Vec]:
+    """Return the same of 64 value rows, which share the walk along the entries."""
+    a, b, d, e, j = zero(), zero(), zero(), zero(), past + token
+    part, kind = LANES * width(here.kind), here.kind
+    while j >= stop:
+        v, factor = value_at(at, here, first, j) + width(kind) * i, splat(get(c + 4 * j))
+        a = fma(factor, load_as(v, kind, LANES), a)
+        b = fma(factor, load_as(v + part, kind, LANES), b)
+        d = fma(factor, load_as(v + 2 * part, kind, LANES), d)
+        e = fma(factor, load_as(v + 3 * part, kind, LANES), e)
+        j = before(parents, row, past, j)
+    return a, b, d, e
 
 
 @inlined
@@ -56,14 +104,16 @@ def own_part(
     c: int,
 ) -> None:
     """Write ``sum_j c_j v_j`` over the entries of one query down to ``stop``, newest first."""
-    size = width(here.kind)
-    for i in range(0, at.value_dim, LANES):
-        a, j = zero(), past + token
-        while j >= stop:
-            v = load_as(value_at(at, here, first, j) + size * i, here.kind, at.value_dim - i)
-            a = fma(splat(get(c + 4 * j)), v, a)
-            j = before(parents, row, past, j)
-        store(y + 4 * i, a)
+    wide = at.value_dim // (4 * LANES) * (4 * LANES)
+    for i in range(0, wide, 4 * LANES):
+        a, b, d, e = sum_wide(at, here, parents, row, past, first, token, stop, c, i)
+        to = y + 4 * i
+        store(to, a)
+        store(to + 4 * LANES, b)
+        store(to + 8 * LANES, d)
+        store(to + 12 * LANES, e)
+    for i in range(wide, at.value_dim, LANES):
+        store(y + 4 * i, sum_lanes(at, here, parents, row, past, first, token, stop, c, i))
 
 
 @inlined
@@ -134,6 +184,7 @@ def read_head(
     at: Geometry,
     s: Scratch,
     here: HeadAt,
+    then: NextAt,
     blk: BlockAt,
     out: int,
     parents: Parents,
@@ -150,6 +201,7 @@ def read_head(
         at: Geometry.
         s: Scratch with gathered entries, queries and, where they are shared, matches.
         here: The head.
+        then: Entries to fetch meanwhile.
         blk: The block, for the strides and element type of its outputs.
         out: Address of the head's first output.
         parents: ``[B, T]`` tree of every row.
@@ -160,11 +212,12 @@ def read_head(
         length: Tokens of the block.
         is_full: Whether both planes are read.
     """
-    beside = here.high + FAR
+    beside = here.high + ROWS_AHEAD * here.high_row
     fetch_bytes(beside, BESIDE)
-    pull_all(at, s, parents, row, past, skip, length)
+    first = position % at.ring_len
+    pull_all(at, s, here, then, parents, row, past, first, skip, length)
     fetch_bytes(beside + BESIDE, BESIDE)
-    entry_parts(at, s, here, parents, row, past, position % at.ring_len, length)
+    entry_parts(at, s, here, parents, row, past, first, length)
     unit = ONE
     if at.is_scaled:
         scale_queries(at, s, here.columns, length)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replayssm.ops.cpu.layout import GROUP, Geometry, Scratch
+from replayssm.ops.cpu.common import IS_F32, load_as
+from replayssm.ops.cpu.entries import fetch_entry
+from replayssm.ops.cpu.layout import GROUP, Geometry, HeadAt, NextAt, Scratch
 from replayssm.ops.cpu.read import dots_scratch
 from replayssm.ops.cpu.vector import (
     LANES,
     Vec,
     device,
+    exp,
     fma,
     get,
     inlined,
@@ -45,6 +48,13 @@ def before(parents: Parents, row: int, past: int, entry: int) -> int:
 
 
 @inlined
+def ring_index(at: Geometry, first: int, entry: int) -> int:
+    """Return the ring index of the ``entry``-th entry from ring index ``first`` on."""
+    index = first + entry
+    return index - at.ring_len if index >= at.ring_len else index
+
+
+@inlined
 def pull_additive(
     at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, token: int
 ) -> None:
@@ -67,10 +77,7 @@ def pull_additive(
 @device
 def match_keys(at: Geometry, s: Scratch, n: int, tokens: int) -> None:
     """Write ``k_j . q_t`` of every query and gathered key."""
-    row = at.key_row
-    dots_scratch(
-        s.keys, row, 0, 0, n, s.queries, row, tokens, at.key_dim, s.matches, at.entry_row
-    )  # fmt: skip
+    dots_scratch(s.keys, n, s.queries, tokens, at.key_row, at.key_dim, s.matches, at.entry_row)
 
 
 @inlined
@@ -91,15 +98,31 @@ def carry(at: Geometry, x: Vec, key: Vec, back: Vec, gate: Vec) -> Vec:
 
 @inlined
 def pull_one(
-    at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, token: int
+    at: Geometry,
+    s: Scratch,
+    here: HeadAt,
+    then: NextAt,
+    parents: Parents,
+    row: int,
+    past: int,
+    first: int,
+    skip: int,
+    token: int,
 ) -> None:
-    """Pull one query back entry by entry: delta writes, or one decay per key channel."""
+    """Pull one query back entry by entry: delta writes, or one decay per key channel.
+
+    Channel decays come from the ring: their exp is computed while a match is summed, for which the
+    carry has to wait. The next head's entries are fetched one by one meanwhile.
+    """
     step, strength = at.key_row, s.strength + 4 * skip
-    keys, decay = s.keys + skip * step, s.decay + skip * (step if at.per_channel else 4)
+    keys, decay = s.keys + skip * step, s.decay + 4 * skip
     x, c, j = s.x + token * step, s.c + token * at.entry_row, past + token
     copy_row(x, s.queries + token * step, step)
     while j >= 0:
         key, a, gate = keys + j * step, zero(), splat(ONE)
+        index = ring_index(at, first, j)
+        gates = here.g + index * here.g_entry
+        fetch_entry(at, here, then, index)
         for i in range(0, step, 4 * LANES):
             a = fma(load(key + i), load(x + i), a)
         match = get(strength + 4 * j) * total(a)
@@ -109,7 +132,7 @@ def pull_one(
             gate = splat(get(decay + 4 * j))
         for i in range(0, step, 4 * LANES):
             if at.per_channel:
-                gate = load(decay + j * step + i)
+                gate = exp(load_as(gates + i, IS_F32, at.key_dim - i // 4))
             store(x + i, carry(at, load(x + i), load(key + i), back, gate))
         j = before(parents, row, past, j)
 
@@ -196,11 +219,21 @@ def pull_four(
 
 @inlined
 def pull_all(
-    at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, length: int
+    at: Geometry,
+    s: Scratch,
+    here: HeadAt,
+    then: NextAt,
+    parents: Parents,
+    row: int,
+    past: int,
+    first: int,
+    skip: int,
+    length: int,
 ) -> None:
     """Fill ``s.x`` and ``s.c``: every query of a block pulled back through its own entries.
 
-    ``skip`` gathered entries are folded already; ``past`` follow before the block's own.
+    ``skip`` gathered entries are folded already; ``past`` follow before the block's own, from ring
+    index ``first`` on.
     """
     if not at.is_delta and not at.per_channel:
         for t in range(length):
@@ -208,6 +241,6 @@ def pull_all(
         return
     for t in range(0, length, GROUP):
         if length - t == 1:
-            pull_one(at, s, parents, row, past, skip, t)
+            pull_one(at, s, here, then, parents, row, past, first, skip, t)
         else:
             pull_four(at, s, parents, row, past, skip, t, length - 1)

@@ -39,12 +39,11 @@ if TYPE_CHECKING:
     Four = tuple[Vec, Vec, Vec, Vec]
     Eight = tuple[Vec, Vec, Vec, Vec, Vec, Vec, Vec, Vec]
 
-# bytes between what is read and what is fetched: pages are small, and a prefetcher stops at each
+# bytes between what a standard step rewrites and what it fetches: pages are small, and a
+# prefetcher stops at each
 AHEAD = 4096
-# the same where rows are only read, which takes less time a byte
-FAR = 8192
 LINE = 64
-# rows between those that are read for several queries and those that are fetched
+# rows between those that are read and those that are fetched
 ROWS_AHEAD = 16
 
 
@@ -73,6 +72,20 @@ def fetch_inputs(at: Geometry | StandardAt, blk: BlockAt, row: int, head: int) -
         fetch_bytes(out, width(blk.out_kind) * at.value_dim)
 
 
+def make_fetch_rows(high_size: int, low_size: int) -> Callable[..., None]:
+    """Return what fetches some rows further on, once a line; a size of 0 fetches nothing."""
+
+    @inlined
+    def fetch_rows(high: int, step: int, low: int, rest: int, i: int, rows: int) -> None:
+        for r in range(rows):
+            if high_size and i * high_size % LINE == 0:
+                prefetch(high + (ROWS_AHEAD + r) * step + high_size * i)
+            if low_size and i * low_size % LINE == 0:
+                prefetch(low + (ROWS_AHEAD + r) * rest + low_size * i)
+
+    return fetch_rows
+
+
 def make_lines(
     plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
 ) -> tuple[Callable[..., Vec], Callable[..., None]]:
@@ -80,14 +93,7 @@ def make_lines(
 
     Eight rows go through the same key chunk before the next, so they share its load.
     """
-
-    @inlined
-    def fetch(high: int, low: int, i: int) -> None:
-        # once a line; a size of 0 removes the branch
-        if high_size and i * high_size % LINE == 0:
-            prefetch(high + FAR + high_size * i)
-        if low_size and i * low_size % LINE == 0:
-            prefetch(low + FAR + low_size * i)
+    fetch_rows = make_fetch_rows(high_size, low_size)
 
     @inlined
     def one(high: int, low: int, x: int, keys: int) -> Vec:
@@ -114,28 +120,13 @@ def make_lines(
         o, whole = zero(), keys // LANES * LANES
         s = (o, o, o, o, o, o, o, o)
         for i in range(0, whole, LANES):
-            for r in range(8):
-                fetch(high + r * step, low + r * rest, i)
+            fetch_rows(high, step, low, rest, i, 8)
             s = chunk(high, step, low, rest, load(x + 4 * i), i, LANES, s)
         if whole < keys:
             s = chunk(high, step, low, rest, load(x + 4 * whole), whole, keys - whole, s)
         totals8(to, s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7])
 
     return one, eight_rows
-
-
-def make_fetch_rows(high_size: int, low_size: int) -> Callable[[int, int, int, int, int], None]:
-    """Return what fetches four rows some rows ahead, once a line; a size of 0 fetches nothing."""
-
-    @inlined
-    def fetch_rows(high: int, step: int, low: int, rest: int, i: int) -> None:
-        for r in range(4):
-            if high_size and i * high_size % LINE == 0:
-                prefetch(high + (ROWS_AHEAD + r) * step + high_size * i)
-            if low_size and i * low_size % LINE == 0:
-                prefetch(low + (ROWS_AHEAD + r) * rest + low_size * i)
-
-    return fetch_rows
 
 
 def make_tile(
@@ -161,7 +152,7 @@ def make_tile(
         n: int,
         sums: tuple[Four, Four, Four, Four],
     ) -> tuple[Four, Four, Four, Four]:
-        fetch_rows(high, step, low, rest, i)
+        fetch_rows(high, step, low, rest, i, 4)
         at = x + 4 * i
         p, q, r, s = load(at), load(at + x_step), load(at + 2 * x_step), load(at + 3 * x_step)
         a, b, c, d = sums
@@ -201,7 +192,7 @@ def make_tile(
 def make_dots(
     plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int = 0
 ) -> Callable[[int, int, int, int, int, int, int, int, int, int, int], None]:
-    """Return ``dots`` for one way of reading planes, of so many bytes an element (0: cached).
+    """Return ``dots`` for one way of reading planes, of so many bytes an element.
 
     Every result has one accumulator, fed with key chunks in ascending order, whatever the tile: so
     a result does not depend on the number of rows or queries beside it.
@@ -241,13 +232,32 @@ def make_dots(
     return dots
 
 
-dots_scratch = make_dots(plane_f32, 0)
 _dots_f32 = make_dots(plane_f32, 4)
 _dots_bf16 = make_dots(plane_bf16, 2)
 _dots_i8 = make_dots(plane_i8, 1)
 _dots_s32 = make_dots(plane_s32, 2, 2)
 _dots_q24 = make_dots(plane_q24, 1, 2)
 _dots_q16 = make_dots(plane_q16, 1, 1)
+
+
+_one, _eight_rows = make_lines(plane_f32, 0, 0)
+
+
+@device
+def dots_scratch(
+    rows_at: int, rows: int, x: int, queries: int, step: int, keys: int, to: int, to_step: int
+) -> None:
+    """Write the products of rows and queries of scratch, both ``step`` bytes apart.
+
+    The sums are those of :func:`make_dots`.
+    """
+    whole = rows // 8 * 8
+    for t in range(queries):
+        query, y = x + t * step, to + t * to_step
+        for r in range(0, whole, 8):
+            _eight_rows(rows_at + r * step, step, 0, 0, query, keys, y + 4 * r)
+        for r in range(whole, rows):
+            put(y + 4 * r, total(_one(rows_at + r * step, 0, query, keys)))
 
 
 @device

@@ -14,6 +14,7 @@ from replayssm.ops.cpu.entries import (
     fetch_head,
     gather_gates,
     gather_keys,
+    next_at,
     zero_outputs,
 )
 from replayssm.ops.cpu.exact import run_exactly
@@ -23,6 +24,7 @@ from replayssm.ops.cpu.layout import (
     BlockAt,
     Geometry,
     HeadAt,
+    NextAt,
     PlanesAt,
     RingsAt,
     Scratch,
@@ -115,14 +117,18 @@ def fetch_next(
     row: int,
     head: int,
     is_new_row: int,
+    is_single: int,
 ) -> None:
-    """Fetch the small pieces that the next head of this thread reads."""
+    """Fetch the small pieces that the next head of this thread reads.
+
+    Not its entries where the pull-back of a single query fetches them.
+    """
     slot = counts[SLOT, row]
     if slot >= 0:
         base, committed = counts[BASE, row], counts[COMMITTED, row]
         start = folded_to(at, base, counts[FOLDED, row])
         # the entries that will be appended too: their lines are read before they are written
-        n = max(committed - start, 0) + counts[LENGTH, row]
+        n = 0 if is_single else max(committed - start, 0) + counts[LENGTH, row]
         here = head_at(planes, rings, slot, head)
         fetch_head(at, planes, rings, here, slot, head, start, n, is_new_row)
         fetch_inputs(at, blk, row, head)
@@ -156,6 +162,32 @@ def gather_row(
             match_keys(at, s, known + length, length)
 
 
+@inlined
+def run_head(
+    at: Geometry,
+    s: Scratch,
+    here: HeadAt,
+    then: NextAt,
+    blk: BlockAt,
+    out: int,
+    parents: Parents,
+    row: int,
+    spans: tuple[int, int, int, int, int, int],
+    full: int,
+) -> None:
+    """Fold one head and write its outputs; its new entries are in the rings.
+
+    ``spans``: where it stands, where it will, entries to fold, past them, both, and the block's.
+    """
+    start, position, skip, past, known, length = spans
+    # a single query reads the channel decays of unfolded entries where they are
+    decays = skip if length == 1 else known + length
+    gather_gates(at, s, here, start % at.ring_len, known + length, decays)
+    fold_head(at, s, here, start, position)
+    if length:
+        read_head(at, s, here, then, blk, out, parents, row, position, skip, past, length, full)
+
+
 @device
 def run_item(
     at: Geometry,
@@ -179,37 +211,41 @@ def run_item(
     per_key, head = at.value_heads // at.key_heads, first_head(at, unit)
     key_head, slot = head // per_key, counts[SLOT, row]
     stop_head = min(head + HEADS_PER_ITEM, (key_head + 1) * per_key)
+    length = counts[LENGTH, row] if has_block and slot >= 0 else 0
     if slot < 0:
         if has_block:
             for h in range(head, stop_head):
-                zero_outputs(at, blk, row, h, 0)
+                zero_outputs(at, blk, row, h, length)
         return
     base, folded, first = counts[BASE, row], counts[FOLDED, row], counts[COMMITTED, row]
     start, position = folded_to(at, base, folded), folded_to(at, base, max(folded, first))
     if not has_block and position == start:
         return
-    length = counts[LENGTH, row] if has_block else 0
     skip, past = position - start, max(first - position, 0)
     known = skip + past if has_block else skip
     gather_row(at, rings, blk, s, row, slot, key_head, start, known, length)
+    if head == key_head * per_key:
+        # the block's entries are none of those that other items gather, whatever their order
+        append_keys(at, rings, blk, row, slot, key_head, first, length)
+    # one query, nothing to fold, an entry at a time
+    is_serial = length == 1 and skip == 0 and (at.is_delta or at.per_channel) and own is None
     for h in range(head, stop_head):
         next_row, next_head = row, h + 1
         if next_head == stop_head:
             next_row, next_head = then_row, first_head(at, then_unit)
+        is_single = is_serial and next_row == row
         if next_row >= 0:
-            fetch_next(at, planes, rings, blk, counts, next_row, next_head, next_row != row)
-        here = head_at(planes, rings, slot, h)
+            is_new_row = next_row != row
+            fetch_next(at, planes, rings, blk, counts, next_row, next_head, is_new_row, is_single)
+        here, then = head_at(planes, rings, slot, h), next_at(at, rings, slot, next_head, is_single)
         append_values(at, here, blk, row, h, first, length)
         out = blk.out + row * blk.out_row + h * blk.out_head
         if own is not None:
             ring = start % at.ring_len
             run_exactly(at, own, s, here, blk, out, parents, row, ring, skip, known, length)
         else:
-            gather_gates(at, s, here, start % at.ring_len, known + length)
-            fold_head(at, s, here, start, position)
-            if length:
-                full = counts[IS_FULL, row]
-                read_head(at, s, here, blk, out, parents, row, position, skip, past, length, full)
+            spans = (start, position, skip, past, known, length)
+            run_head(at, s, here, then, blk, out, parents, row, spans, counts[IS_FULL, row])
         if has_block:
             zero_outputs(at, blk, row, h, length)
 
@@ -234,17 +270,17 @@ def run_share(
     """
     groups = (at.value_heads // at.key_heads + HEADS_PER_ITEM - 1) // HEADS_PER_ITEM
     per_row, rows = at.key_heads * groups, counts.shape[1]
-    if per_row < shares:
-        for item in range(share, rows * per_row, shares):
-            row, unit = item // per_row, item % per_row
-            run_item(at, planes, rings, blk, s, counts, parents, own, row, unit, -1, 0, has_block)
-        return
+    is_dealt = per_row < shares
     for row in range(rows):
         part, then = (share + row) % shares, (share + row + 1) % shares
-        start, stop = per_row * part // shares, per_row * (part + 1) // shares
-        for unit in range(start, stop):
+        start, stop, step = per_row * part // shares, per_row * (part + 1) // shares, 1
+        if is_dealt:
+            start, stop, step = (share - row * per_row) % shares, per_row, shares
+        for unit in range(start, stop, step):
             then_row, then_unit = row, unit + 1
-            if then_unit == stop:
+            if is_dealt:
+                then_row = -1
+            elif then_unit == stop:
                 then_row = row + 1 if row + 1 < rows else -1
                 then_unit = per_row * then // shares
             run_item(
@@ -262,17 +298,6 @@ def run_share(
                 then_unit,
                 has_block,
             )
-
-
-@inlined
-def run_keys(
-    at: Geometry, rings: RingsAt, blk: BlockAt, counts: Counts, share: int, shares: int
-) -> None:
-    """Append the keys of every ``shares``-th row."""
-    for row in range(share, counts.shape[1], shares):
-        slot = counts[SLOT, row]
-        if slot >= 0:
-            append_keys(at, rings, blk, row, slot, counts[COMMITTED, row], counts[LENGTH, row])
 
 
 @numba.njit(nogil=True, error_model="numpy", cache=True)
@@ -294,8 +319,6 @@ def run_serial(
     ``parents`` is ``[B, T]``, of chains too. ``own`` is where exact mode prepares entries, or None.
     """
     run_share(at, planes, rings, blk, scratch_at(s, base), counts, parents, own, 0, 1, has_block)
-    if has_block:
-        run_keys(at, rings, blk, counts, 0, 1)
 
 
 @numba.njit(nogil=True, error_model="numpy", cache=True, parallel=True)
@@ -313,14 +336,7 @@ def run_parallel(
     has_block: int,
     shares: int,
 ) -> None:
-    """Run a call in ``shares`` shares; as :func:`run_serial`, with ``size`` bytes of scratch each.
-
-    The rings' keys come last: all value heads of a key head read them, so they may change only when
-    the last of them is done.
-    """
+    """Run a call in ``shares`` shares, with ``size`` bytes of scratch each; as the serial run."""
     for share in numba.prange(shares):
         mine = scratch_at(s, base + share * size)
         run_share(at, planes, rings, blk, mine, counts, parents, own, share, shares, has_block)
-    if has_block:
-        for share in numba.prange(shares):
-            run_keys(at, rings, blk, counts, share, shares)

@@ -28,6 +28,12 @@ F32 = ir.VectorType(ir.FloatType(), LANES)
 I32 = ir.VectorType(ir.IntType(32), LANES)
 MASK = ir.VectorType(ir.IntType(1), LANES)
 ABS_MASK = 0x7FFFFFFF
+MANTISSA_BITS = 23
+LOG2_E = 1.44269502162933349609375
+# 1.5 * 2^23: fp32 numbers around it are whole, positive and negative offsets alike
+INTEGERS = 12582912.0
+# exp is a normal fp32 number between these
+EXP_MIN, EXP_MAX = -87.3365447505531, 88.7228394
 
 # never called from Python, so no wrappers: those took a third of the compile time
 INNER: dict[str, Any] = {
@@ -215,33 +221,26 @@ def _finite_or_zero(builder: Any, a: Any) -> Any:  # noqa: ANN401
 
 def _exp(builder: Any, x: Any) -> Any:  # noqa: ANN401
     # exp(x) = 2^n exp(r), |r| <= ln(2)/2; polynomial of the Cephes library, about 1 ulp
-    def muladd(a: Any, b: Any, c: Any) -> Any:  # noqa: ANN401
-        return call(builder, "llvm.fma.v16f32", F32, a, b, c)
+    def muladd(a: Any, b: Any, c: float) -> Any:  # noqa: ANN401
+        return call(builder, "llvm.fma.v16f32", F32, a, b, constant(F32, ir_float(c)))
 
-    def power_of_two(n: Any) -> Any:  # noqa: ANN401
-        return builder.bitcast(
-            builder.shl(builder.add(n, constant(I32, 127)), constant(I32, 23)), F32
-        )
-
-    low, high = constant(F32, -104.0), constant(F32, 89.0)
-    inside = builder.select(builder.fcmp_ordered(">", x, low), x, low)
-    inside = builder.select(builder.fcmp_ordered("<", inside, high), inside, high)
-    n = call(
-        builder,
-        "llvm.rint.v16f32",
-        F32,
-        builder.fmul(inside, constant(F32, 1.44269502162933349609375)),
-    )
-    r = muladd(n, constant(F32, -0.693359375), inside)
-    r = muladd(n, constant(F32, 2.1219444170128554e-4), r)
+    # a float this large has no bits for a fraction: the sum rounds, and its last bits are n
+    shifted = muladd(x, constant(F32, ir_float(LOG2_E)), INTEGERS)
+    n = builder.fsub(shifted, constant(F32, INTEGERS))
+    r = call(builder, "llvm.fma.v16f32", F32, n, constant(F32, -0.693359375), x)
+    r = call(builder, "llvm.fma.v16f32", F32, n, constant(F32, 2.1219444170128554e-4), r)
     p = constant(F32, 1.98756912141107022762298583984375e-4)
     for c in (1.3981999e-3, 8.333452e-3, 4.1665796e-2, 1.6666666e-1, 0.5):
-        p = muladd(p, r, constant(F32, ir_float(c)))
-    p = builder.fadd(muladd(p, builder.fmul(r, r), r), constant(F32, 1.0))
-    whole = builder.fptosi(n, I32)
-    half = builder.ashr(whole, constant(I32, 1))
-    p = builder.fmul(builder.fmul(p, power_of_two(half)), power_of_two(builder.sub(whole, half)))
-    return builder.select(builder.fcmp_unordered("uno", x, x), x, p)
+        p = muladd(p, r, c)
+    p = call(builder, "llvm.fma.v16f32", F32, p, builder.fmul(r, r), r)
+    p = builder.bitcast(builder.fadd(p, constant(F32, 1.0)), I32)
+    exponent = builder.shl(builder.bitcast(shifted, I32), constant(I32, MANTISSA_BITS))
+    p = builder.bitcast(builder.add(p, exponent), F32)
+    # no denormal results; what is too large is infinite, and NaN stays NaN
+    is_small = builder.fcmp_ordered("<", x, constant(F32, ir_float(EXP_MIN)))
+    p = builder.select(is_small, constant(F32, 0.0), p)
+    is_large = builder.fcmp_unordered(">", x, constant(F32, ir_float(EXP_MAX)))
+    return builder.select(is_large, builder.fmul(x, constant(F32, ir_float(3e38))), p)
 
 
 def _at_most(builder: Any, a: Any, limit: Any) -> Any:  # noqa: ANN401
