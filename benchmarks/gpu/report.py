@@ -6,6 +6,7 @@ import json
 import platform
 import shutil
 import subprocess
+import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,21 @@ if TYPE_CHECKING:
     from gpu.cases import Point
     from gpu.timing import Figure
 
-PACKAGES = ("torch", "triton", "fla-core", "mamba-ssm", "vllm", "sglang", "flashinfer-python",
+PACKAGES = ("torch", "triton", "transformers", "fla-core", "mamba-ssm", "vllm", "sglang", "flashinfer-python",
             "apache-tvm-ffi", "replayssm")  # fmt: skip
 Record = dict[str, Any]
+
+
+def lasting_words() -> list[str]:
+    """Return the command line's words without what leaves no trace in the figures."""
+    words, silent = [], {"--json", "--jobs", "--seconds"}
+    given = iter(sys.argv[1:])
+    for word in given:
+        if word.partition("=")[0] not in silent:
+            words.append(word)
+        elif "=" not in word:
+            next(given, None)
+    return words
 
 
 def environment(command: list[str]) -> Record:

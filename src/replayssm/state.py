@@ -40,6 +40,9 @@ from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 class StatePool:
     """Slots that hold the recurrent state of sequences served by one model.
@@ -265,6 +268,13 @@ class StatePool:
             for store in self.stores:
                 compact_(store, ticket.plan, kept)
         ticket.close(self._slots, rows, self.num_layers, self.num_convs)
+
+    def settle_(
+        self, ticket: Ticket, folded: NDArray[np.int64], committed: NDArray[np.int64]
+    ) -> None:
+        """Close a ticket whose forwards a device ran by itself; see :meth:`Ticket.settle`."""
+        ticket.check_owner(self)
+        ticket.settle(self._slots, folded, committed)
 
     def crop_(self, refs: Sequence[SlotRef], tokens: Sequence[int] | int) -> None:
         """Take back the newest committed entries of slots: their counts move, nothing else does.

@@ -291,7 +291,9 @@ class CacheBinding:
         layers = self._owner().layers
         count = -tokens_to_remove
         most = 0 if self.rows is None else self.rows.croppable()
-        cropping.check(layers, tokens_to_remove, most, path=self.handle.path)
+        is_standard = self.rows is not None and self.rows.pool is None
+        path = "standard" if is_standard else self.handle.path
+        cropping.check(layers, tokens_to_remove, most, path=path)
         if self.rows is not None:
             self.rows.crop(count)
         cropping.crop_attention(layers, tokens_to_remove)

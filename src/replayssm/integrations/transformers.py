@@ -23,8 +23,9 @@ from replayssm.integrations.bind import bind
 from replayssm.integrations.rows import ReplayRows, Rows, StandardRows
 from replayssm.models.adapters import conv_spec
 from replayssm.ops.dispatch import choose
+from replayssm.policy import Choice, choose_path
 from replayssm.ring import RingSpec
-from replayssm.storage import RING_DTYPES
+from replayssm.storage import RING_DTYPES, StorageSpec
 from replayssm.types import Format, Impl, LayerSpec, ReadDepth
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from replayssm.models.registry import Mixer
     from replayssm.state import StatePool
 
-PATHS = ("replay", "standard")
+PATHS = ("replay", "standard", "auto")
 STANDARD_STATES = {Format.F32: torch.float32, Format.BF16: torch.bfloat16}
 DEFAULT_DRAFT = 20
 """Tokens that transformers drafts a round unless told otherwise (``num_assistant_tokens``)."""
@@ -52,7 +53,9 @@ class Enabled:
         model: The model.
         mixers: Its recurrent layers in order.
         specs: Their geometry, convolutions included.
-        path: ``replay`` (checkpoint and rings) or ``standard`` (the state is rewritten per token).
+        path: ``replay`` (checkpoint and rings), ``standard`` (the state is rewritten per token) or
+            ``auto`` (the faster of the two, for every cache by its number of rows).
+        choice: What ``auto`` chose for the cache that got its rows last, and why; None before.
         state: State format.
         ring: Ring sizes.
         ring_dtype: dtype of ring keys and values.
@@ -76,6 +79,7 @@ class Enabled:
         )
         self.path, self.state, self.ring, self.impl = path, state, ring, impl
         self.ring_dtype = parameter_dtype(mixers[0].module)
+        self.choice: Choice | None = None
         self._read = read
         self._bindings: weakref.WeakSet[CacheBinding] = weakref.WeakSet()
         self._latest: weakref.ref[CacheBinding] | None = None
@@ -127,8 +131,9 @@ class Enabled:
 
     def new_rows(self, rows: int, device: torch.device, ring: RingSpec) -> Rows:
         """Return empty rows for a new cache."""
-        if self.path == "standard":
-            dtype = STANDARD_STATES[self.state]
+        if self._path_for(rows, device, ring) == "standard":
+            # a format of planes is chosen for its grade, and fp32 is of no lower one
+            dtype = STANDARD_STATES.get(self.state, torch.float32)
             return StandardRows(self.specs, rows, ring=ring, dtype=dtype, impl=self.impl)
         return ReplayRows(
             self.specs,
@@ -139,6 +144,19 @@ class Enabled:
             device=device,
             impl=self.impl,
         )
+
+    def _path_for(self, rows: int, device: torch.device, ring: RingSpec) -> str:
+        """Return the path of a new cache, and note why where it was ``auto`` that chose."""
+        if self.path != "auto":
+            return self.path
+        if ring.keep or ring.max_block > 1:
+            why = "the standard path cannot take tokens back"
+            self.choice = Choice("replay", None, why)
+        else:
+            dtype = self.ring_dtype
+            specs = [StorageSpec(layer, self.state, ring, dtype) for layer in self.specs]
+            self.choice = choose_path(specs, rows, depth=self._read, device=device)
+        return self.choice.path
 
     def track(self, binding: CacheBinding) -> None:
         """Remember a bound cache, weakly, so that ``disable`` can give it back."""
@@ -167,7 +185,7 @@ class Enabled:
         self._finalizer.atexit = False
         for ordinal, mixer in enumerate(self.mixers):
             self._removable += _watch(self, ordinal, mixer.module)
-        if self.path == "replay":
+        if self.path != "standard":
             # assisted generation refuses models that cannot take tokens back
             self.model.__dict__[_STATEFUL] = False
 
@@ -203,7 +221,9 @@ def enable(
 
     Args:
         model: A loaded model with Mamba-2, Gated DeltaNet or Kimi Delta Attention layers.
-        path: ``replay``, or ``standard``: the same hooks around the standard step.
+        path: ``replay``; ``standard``: the same hooks around the standard step; or ``auto``: the
+            faster of the two at the number of rows of each cache, replay where tokens may have to
+            be taken back (``handle.choice`` tells which and why).
         state: State format. Default ``s32`` for replay (any format); ``f32`` for standard, which
             also takes ``bf16``, rounded at every token.
         read: Planes that a step reads; may be changed later through the handle.
@@ -292,7 +312,7 @@ def _precision(
     if path not in PATHS:
         raise ContractError("path", f"one of {PATHS}", path)
     if state is None:
-        state = Format.S32 if path == "replay" else Format.F32
+        state = Format.F32 if path == "standard" else Format.S32
     try:
         fmt = Format(state)
     except ValueError:

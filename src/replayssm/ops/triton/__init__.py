@@ -80,11 +80,13 @@ def conv_(
     store: LayerStore, plan: BlockPlan, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Convolve a block and append its inputs; as :func:`replayssm.ops.conv.conv_`."""
+    if store.conv is None:
+        raise TypeError("conv: this layer keeps no inputs of a convolution")
     full = [ReadDepth.FULL] * plan.rows
     on_device = device_plan(plan, store.spec.ring, full, x.shape[1], x.device)
     out = empty_like_dense(x)
     if plan.rows:
-        conv_call(store, on_device, inner_dense(x), dense_weight(weight), bias, out).run()
+        conv_call(store.conv, on_device, inner_dense(x), dense_weight(weight), bias, out).run()
     return out
 
 

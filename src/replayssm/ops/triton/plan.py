@@ -69,6 +69,12 @@ def device_plan(
     return found
 
 
+def counts_on_host(plan: DevicePlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return ``folded`` and ``committed``, ``[B]`` each, once the device has come to rest."""
+    counts = plan.counts.cpu().numpy()
+    return counts[2], counts[3]
+
+
 def due_tiles(plan: BlockPlan, ring: RingSpec) -> NDArray[np.int32]:
     """Return ``[1 + B * tiles]``: the number of value tiles that fold, then which."""
     tile = np.arange(ring.tiles)

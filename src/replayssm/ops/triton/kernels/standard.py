@@ -21,9 +21,12 @@ def standard_kernel(
     BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write ``out`` and the state of one row, value head and block of ``BR`` value rows."""
-    row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
+    # neighbours take neighbouring rows of a state: memory is read in long runs
+    blocks: tl.constexpr = (V + BR - 1) // BR
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    row, head = (pair // HV).to(tl.int64), pair % HV
     h = head // (HV // H)
-    r, kk = tl.program_id(1) * BR + tl.arange(0, BR), tl.arange(0, BK)
+    r, kk = block * BR + tl.arange(0, BR), tl.arange(0, BK)
     r_live, k_live = r < V, kk < K
     live = r_live[:, None] & k_live[None, :]
     slot = tl.load(plan + SLOT * rows + row)
