@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,13 +37,15 @@ from replayssm.types import Format, ReadDepth
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
     from replayssm.integrations.transformers import Enabled
 
 WINDOW = 16
 VERIFY = 4
 SPARE = 8_000_000_000  # bytes left to activations and logits when the largest batch is sought
 BATCHES = (1, 32, 128, 256, 512)
-CHECKED = 16  # rows of the check, a multiple of what kernels are compiled for
+CHECKED = 32  # rows of the check: kernels are compiled once for this and all larger batches
 
 
 @dataclass(frozen=True)
@@ -144,24 +145,16 @@ def check(handle: Enabled, arms: list[Arm], args: argparse.Namespace) -> dict[st
     vocab = handle.model.config.get_text_config().vocab_size
     gen = torch.Generator().manual_seed(1)
     ids = torch.randint(vocab, (rows, steps // VERIFY * VERIFY), generator=gen).to(device)
-    found: dict[str, float] = {}
-    want = None
+    seen: dict[Arm, Tensor] = {}
     for arm in [ARMS["standard f32"], *arms]:
-        if arm.name in found:
-            continue
-        full = Arm(arm.path, arm.state, arm.depth, arm.tokens, arm.tokens)
-        same = next((n for n in found if ARMS[n].path == arm.path and ARMS[n].state == arm.state
-                     and ARMS[n].depth == arm.depth and ARMS[n].tokens == arm.tokens), None)  # fmt: skip
-        if same is not None:
-            found[arm.name] = found[same]
-            continue
-        run = Decode(handle, full.rows(handle, rows, device), full.tokens, full.kept, length=64,
-                     start=0, depth=arm.depth)  # fmt: skip
-        blocks = ids.split(full.tokens, 1)
-        got = torch.cat([run.forward(block).float() for block in blocks], 1)
-        want = got if want is None else want
-        found[arm.name] = float((got - want).norm() / want.norm())
-    return found
+        whole = replace(arm, kept=arm.tokens)
+        if whole not in seen:
+            made = whole.rows(handle, rows, device)
+            run = Decode(handle, made, arm.tokens, arm.tokens, length=64, start=0, depth=arm.depth)
+            seen[whole] = torch.cat([run.forward(x).float() for x in ids.split(arm.tokens, 1)], 1)
+    want = seen[ARMS["standard f32"]]
+    wholes = {arm.name: seen[replace(arm, kept=arm.tokens)] for arm in arms}
+    return {n: float(f"{(got - want).norm() / want.norm():.3g}") for n, got in wholes.items()}
 
 
 def measure(handle: Enabled, arm: Arm, batch: int, args: argparse.Namespace) -> report.Record:
@@ -264,7 +257,7 @@ def compile_kernels(task: tuple[str, str, int, str]) -> str | None:
 
 def compile_all(args: argparse.Namespace) -> None:
     """Compile what the arms launch, in parallel; Triton keeps it on disk."""
-    sizes = sorted({min(b, 32) for b in args.batch} | {CHECKED})
+    sizes = sorted({min(b, CHECKED) for b in args.batch} | {CHECKED})
     tasks = [(m, a.name, b, args.device) for m in args.model for a in chosen(args.arms)
              for b in sizes if a.kept != 2]  # fmt: skip
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as workers:

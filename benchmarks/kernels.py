@@ -33,6 +33,8 @@ from gpu.peers import PACKAGES
 from gpu.peers.loading import select_no_device
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gpu.arms import Arm
     from gpu.report import Record
 
@@ -115,8 +117,8 @@ def checks(args: argparse.Namespace) -> list[Record]:
     return done
 
 
-def measure(args: argparse.Namespace, checked: list[Record]) -> list[Record]:
-    """Time every arm that was right, point by point; return the records."""
+def measure(args: argparse.Namespace, checked: list[Record]) -> Iterator[list[Record]]:
+    """Time every arm that was right, point by point; yield ceilings, then each point's records."""
     from gpu import ceilings, timing
 
     device = torch.device(args.device)
@@ -124,7 +126,7 @@ def measure(args: argparse.Namespace, checked: list[Record]) -> list[Record]:
     print({k: f"{v / 1e12:.2f} TB/s" for k, v in vars(limits).items()}, flush=True)
     arms = named(args.arms)
     known = {(c["arm"], c["case"], c["tokens"], c["window"]): c for c in checked}
-    records: list[Record] = [{"ceilings": vars(limits)}]
+    yield [{"ceilings": vars(limits)}]
     start = time.monotonic()
     for point in points(args):
         here, told = [], []
@@ -140,23 +142,10 @@ def measure(args: argparse.Namespace, checked: list[Record]) -> list[Record]:
             here = []
         figures = timing.side_by_side([a for a, _ in here], point, device)
         told += [report.record(a, point, figures[a.name], limits, e) for a, e in here]
-        records += told
+        yield told
         took = time.monotonic() - start
         print(f"{took:5.0f} s {point.case.name} B={point.batch} T={point.tokens} "
               f"window {point.window}: {len(here)} arms", flush=True)  # fmt: skip
-    return records
-
-
-def command_line() -> list[str]:
-    """Return the command without what leaves no trace in the figures."""
-    words, silent = ["benchmarks/kernels.py"], {"--json", "--jobs", "--seconds"}
-    given = iter(sys.argv[1:])
-    for word in given:
-        if word.partition("=")[0] not in silent:
-            words.append(word)
-        elif "=" not in word:
-            next(given, None)
-    return words
 
 
 def numbers(text: str) -> list[int]:
@@ -218,12 +207,16 @@ def main() -> None:
             print(f"{c['case']} T={c['tokens']} w{c['window']} {c['arm']}: "
                   f"{c.get('error', c.get('absent'))}")  # fmt: skip
         return
-    limits, *records = measure(args, checked)
-    report.add_ratios(records)
-    run = {"environment": report.environment(command_line()), **limits, "missing": missing,
-           "results": records}  # fmt: skip
-    if args.json:
-        report.save(args.json, run)
+    timed = measure(args, checked)
+    (limits,), records = next(timed), []
+    for found in timed:
+        records += found
+        report.add_ratios(records)
+        command = ["benchmarks/kernels.py", *report.lasting_words()]
+        run = {"environment": report.environment(command), **limits, "missing": missing,
+               "results": records}  # fmt: skip
+        if args.json:  # after every point: a run that is cut leaves what it measured
+            report.save(args.json, run)
     print(report.table(records))
 
 

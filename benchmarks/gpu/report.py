@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from gpu.cases import Point
     from gpu.timing import Figure
 
-PACKAGES = ("torch", "triton", "transformers", "fla-core", "mamba-ssm", "vllm", "sglang", "flashinfer-python",
-            "apache-tvm-ffi", "replayssm")  # fmt: skip
+PACKAGES = ("torch", "triton", "transformers", "fla-core", "mamba-ssm", "vllm", "sglang",
+            "flashinfer-python", "apache-tvm-ffi", "replayssm")  # fmt: skip
 Record = dict[str, Any]
 
 

@@ -96,9 +96,7 @@ def choose_standard(
     for rule in table_of(device)["standard"]:
         if _matches(rule["when"], layer, name, rows, tokens):
             sizes = dict(rule["launch"])
-            return StandardLaunch(
-                min(sizes.pop("rows"), power_of_two(layer.value_dim)), **sizes
-            )
+            return StandardLaunch(min(sizes.pop("rows"), power_of_two(layer.value_dim)), **sizes)
     return StandardLaunch(min(32 // dtype.itemsize, power_of_two(layer.value_dim)))
 
 
