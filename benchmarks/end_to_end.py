@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu import hybrid, report
-from gpu.steps import Decode, state_share, step_seconds
+from gpu.steps import Decode, profile, step_seconds
 from replayssm.integrations.resident import ResidentReplay, ResidentStandard
 from replayssm.ring import RingSpec
 from replayssm.state import StatePool
@@ -166,11 +166,12 @@ def measure(handle: Enabled, arm: Arm, batch: int, args: argparse.Namespace) -> 
                  start=args.context, depth=arm.depth)  # fmt: skip
     run.capture()
     seconds = step_seconds(run, args.steps, warm=1 if args.tiny else 2 * WINDOW)
-    share = None if args.tiny else state_share(run, WINDOW)
+    found_in = None if args.tiny else profile(run, WINDOW)
     found: report.Record = {
         "step_ms": round(seconds * 1e3, 4),
         "tokens_per_s": round(batch * arm.kept / seconds, 1),
-        "share_of_recurrent_kernels": share,
+        "recurrent": None if found_in is None else found_in.recurrent,
+        "busiest": None if found_in is None else found_in.busiest,
         "state_gb": round(arm.row_bytes(handle) * batch / 1e9, 3),
         "steps": args.steps,
     }
@@ -271,7 +272,7 @@ def line(row: report.Record) -> str:
     head = f"{row['model']:16}{row.get('arm', 'check'):32}B={row.get('batch', '-'):<5}"
     if "tokens_per_s" not in row:
         return f"{head} {row.get('absent', row.get('check'))}"
-    share = row["share_of_recurrent_kernels"]
+    share = row["recurrent"]
     return (f"{head}{row['step_ms']:9.3f} ms {row['tokens_per_s']:10.0f} tokens/s  recurrent "
             f"{'-' if share is None else f'{share:.0%}':>4}  most {row['largest_batch']:5}  "
             f"logits {row['logits_error']}")  # fmt: skip

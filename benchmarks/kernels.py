@@ -1,7 +1,8 @@
 """GPU kernels: one layer-step, ours and those of other packages side by side.
 
     python benchmarks/kernels.py --family mamba2 --batch 1,8,64,256 --json kernels.json
-    python benchmarks/kernels.py --plot kernels.json --out kernels.svg
+    python benchmarks/kernels.py --plot kernels.json --over window --out kernels.svg
+    python benchmarks/kernels.py --policy kernels.json
     TRITON_INTERPRET=1 python benchmarks/kernels.py --check-only --tiny --device cpu
 
 Every arm is first checked against an fp64 recurrence, then timed as ``gpu/timing.py`` says: whole
@@ -31,6 +32,7 @@ from gpu.cases import CASES, KEPT, Point
 from gpu.check import check, compile_for_batches
 from gpu.peers import PACKAGES
 from gpu.peers.loading import select_no_device
+from replayssm import policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -172,7 +174,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="shapes for Triton's interpreter")
     parser.add_argument("--list", action="store_true", help="print the arms and end")
     parser.add_argument("--plot", type=Path, help="draw these results instead")
-    parser.add_argument("--out", type=Path, default=Path("kernels.svg"), help="of --plot")
+    parser.add_argument("--over", choices=sorted(report.AXES), default="batch", help="of --plot")
+    parser.add_argument("--policy", type=Path, help="make a policy table of these results instead")
+    parser.add_argument("--out", type=Path, help="of --plot (kernels.svg) and --policy")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     for name, known in (("family", FAMILIES), ("tokens", KEPT)):
@@ -185,7 +189,13 @@ def main() -> None:
     """Check, time, print, write."""
     args = parse()
     if args.plot:
-        report.plot(json.loads(args.plot.read_text()), args.out)
+        report.plot(json.loads(args.plot.read_text()), args.out or Path("kernels.svg"), args.over)
+        return
+    if args.policy:
+        run = json.loads(args.policy.read_text())
+        named_for = run["environment"]["device"].lower().replace(" ", "-")
+        out = args.out or policy.SHIPPED / f"{named_for}.policy.json"
+        policy.write_table(out, report.policy_rows(run), run["environment"])
         return
     if args.device == "cpu":
         select_no_device()

@@ -1,8 +1,10 @@
-"""One step of a model as a CUDA graph: capture, time, and what part of it the states take."""
+"""One step of a model as a CUDA graph: capture it, time it, profile it."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 RECURRENT = ("standard_kernel", "products_kernel", "chain_kernel", "read_kernel", "due_kernel",
              "step_kernel", "fold_kernel", "conv_kernel", "advance_kernel")  # fmt: skip
 WARM = 3
+BUSIEST, NAME = 10, 70  # kernels of a profile that are kept, letters of a name
 
 
 class Decode:
@@ -110,23 +113,40 @@ def step_seconds(run: Decode, steps: int, warm: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
-def state_share(run: Decode, steps: int) -> float | None:
-    """Return the part of the device's busy time in which a kernel of ours ran, None unprofiled.
+@dataclass(frozen=True)
+class Profile:
+    """Where the device's busy time goes.
 
-    Kernels that run side by side count once.
+    Attributes:
+        recurrent: Part of it in which a kernel of ours ran; side by side they count once.
+        busiest: Parts of single kernels by name, the largest first.
     """
-    from torch.profiler import ProfilerActivity, profile
+
+    recurrent: float
+    busiest: dict[str, float]
+
+
+def profile(run: Decode, steps: int) -> Profile | None:
+    """Profile some launches; None where no kernel was seen."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
 
     run.rewind()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with record(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(steps):
             run.launch()
         _wait(run)
-    events = [x for x in profiled.events() if x.device_type == torch.autograd.DeviceType.CUDA]
+    events = [x for x in recorded.events() if x.device_type == torch.autograd.DeviceType.CUDA]
     spans = [(x.time_range.start, x.time_range.end, x.name) for x in events]
-    ours = [(a, b) for a, b, name in spans if any(k in name for k in RECURRENT)]
     busy = _covered([(a, b) for a, b, _ in spans])
-    return round(_covered(ours) / busy, 4) if busy else None
+    if not busy:
+        return None
+    ours = [(a, b) for a, b, name in spans if any(k in name for k in RECURRENT)]
+    by_name: Counter[str] = Counter()
+    for start, end, name in spans:
+        by_name[name[:NAME]] += end - start
+    top = {name: round(us / busy, 3) for name, us in by_name.most_common(BUSIEST)}
+    return Profile(round(_covered(ours) / busy, 4), top)
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:

@@ -146,10 +146,10 @@ class StatePool:
         check_admission(self.specs, states, windows, self.device, finite=self.debug)
         ref = self._slots.take()
         for i, store in enumerate(self.stores):
-            layer = store.spec.layer
-            shape = (layer.value_heads, layer.value_dim, layer.key_dim)
-            state = torch.zeros(shape, device=self.device) if states is None else states[i]
-            reference.admit_(store, ref.slot, state)
+            if states is None:
+                reference.clear_(store, ref.slot)
+            else:
+                reference.admit_(store, ref.slot, states[i])
             if store.conv is not None:
                 conv.admit_(store, ref.slot, position, None if windows is None else windows[i])
         self._slots.set_counts(ref.slot, position, position, position)

@@ -216,16 +216,14 @@ def enable(
 ) -> Enabled:
     """Serve the recurrent layers of a loaded transformers model from checkpoints and rings.
 
-    Mutates ``model``: forward hooks on its mixers, and dispatchers in front of the step and chunk
-    functions of its modeling module. :func:`disable` takes both away.
+    Mutates ``model``: forward hooks on its mixers, and dispatchers in front of the functions of its
+    modeling module. :func:`disable` takes both away.
 
     Args:
         model: A loaded model with Mamba-2, Gated DeltaNet or Kimi Delta Attention layers.
-        path: ``replay``; ``standard``: the same hooks around the standard step; or ``auto``: the
-            faster of the two at the number of rows of each cache, replay where tokens may have to
-            be taken back (``handle.choice`` tells which and why).
-        state: State format. Default ``s32`` for replay (any format); ``f32`` for standard, which
-            also takes ``bf16``, rounded at every token.
+        path: ``replay``; ``standard``, the same hooks around the standard step; or ``auto``, the
+            faster of the two for every cache (``handle.choice`` tells which and why).
+        state: State format, any (default ``s32``); of standard ``f32`` (default) or ``bf16``.
         read: Planes that a step reads; may be changed later through the handle.
         window: Tokens between two folds.
         keep: Newest tokens that ``cache.crop`` can take back at any time. A cache on which

@@ -104,14 +104,7 @@ def inputs(
     raw_q = tl.load(q + kk, k_live, 0.0)
     raw_k = tl.load(k + kk, k_live, 0.0)
     raw_v = tl.load(v + r, r_live, 0.0)
-    if CHANNEL:
-        raw_g = tl.load(g + kk, k_live, 0.0)
-    else:
-        raw_g = tl.load(g)
-    raw_w = raw_g
-    if GATES != "dt":
-        raw_w = tl.load(w)
-    raw_z = raw_v
-    if HAS_Z:
-        raw_z = tl.load(gate_z + r, r_live, 0.0)
+    raw_g = tl.load(g + kk, k_live, 0.0) if CHANNEL else tl.load(g)
+    raw_w = tl.load(w) if GATES != "dt" else raw_g
+    raw_z = tl.load(gate_z + r, r_live, 0.0) if HAS_Z else raw_v
     return raw_q, raw_k, raw_v, raw_g, raw_w, raw_z
