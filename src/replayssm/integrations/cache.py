@@ -29,7 +29,7 @@ from replayssm.errors import (
     UnsupportedError,
 )
 from replayssm.integrations import crop as cropping
-from replayssm.integrations.forward import Forward
+from replayssm.integrations.forward import Forward, run_step
 from replayssm.integrations.hooks import Call, StateHook
 from replayssm.integrations.layer import bind_layer, unbind_layer
 from replayssm.integrations.layout import from_layers, model_convs, model_states
@@ -214,12 +214,9 @@ class CacheBinding:
         if not at.is_step:
             return at.run_prefill(layer, call, hook, self.handle.specs[layer])
         self._check_inference()
-        arguments = call.arguments
-        with torch.no_grad():
-            block = call.adapter.block(call.site, arguments, self.handle.specs[layer])
-            y = rows.step(layer, block, self.handle.read)
-            at.is_served = True
-            return call.adapter.finish(call.site, arguments, y, hook)
+        served = run_step(rows, layer, call, hook, self.handle)
+        at.is_served = True
+        return served
 
     def convolve(self, layer: int, call: Call, inputs: Tensor) -> Tensor:
         """Serve a call of a mixer's convolution; ``inputs`` and the result are ``[B, C, T]``."""

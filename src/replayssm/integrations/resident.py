@@ -70,6 +70,16 @@ class _Resident:
         if tokens != self._tokens or parents is not None:
             raise ContractError("tokens", f"a chain of {self._tokens} a row", tokens)
 
+    def step(self, layer: int, block: Block, depth: ReadDepth) -> Tensor:
+        """Launch one layer's step; outputs are in v's dtype."""
+        return self.step_raw(layer, block, {}, depth)
+
+    def step_raw(
+        self, layer: int, block: Block, inside: dict[str, Any], depth: ReadDepth
+    ) -> Tensor:
+        """Launch one layer's step with what its family does around it done inside."""
+        raise NotImplementedError
+
     def commit(self, path: Sequence[int] | None = None) -> None:
         """Launch the commit of :attr:`accepted` entries."""
         from replayssm.ops.triton.others import advance_call
@@ -152,15 +162,18 @@ class ResidentReplay(_Resident):
             raise ContractError("layer", "one with a convolution", layer)
         return self._convolve(ring, x, weight, bias)
 
-    def step(self, layer: int, block: Block, depth: ReadDepth) -> Tensor:
+    def step_raw(
+        self, layer: int, block: Block, inside: dict[str, Any], depth: ReadDepth
+    ) -> Tensor:
         """Launch one layer's step; outputs are in v's dtype."""
+        from replayssm.ops.triton.call import Fused
         from replayssm.ops.triton.host import step_
 
         if depth is not self._depth:
             raise ContractError("depth", f"{self._depth.value}, as the rows were made", depth.value)
         block = _dense(block)
         out = torch.empty_like(block.v)
-        step_(self._pool.stores[layer], self._plan, block, out)
+        step_(self._pool.stores[layer], self._plan, block, out, Fused(**inside))
         return out
 
     def close(self) -> None:
@@ -229,15 +242,18 @@ class ResidentStandard(_Resident):
             raise ContractError("layer", "one with a convolution", layer)
         return self._convolve(ring, x, weight, bias)
 
-    def step(self, layer: int, block: Block, depth: ReadDepth) -> Tensor:
+    def step_raw(
+        self, layer: int, block: Block, inside: dict[str, Any], depth: ReadDepth
+    ) -> Tensor:
         """Launch one layer's standard step; outputs are in v's dtype."""
+        from replayssm.ops.triton.call import Fused
         from replayssm.ops.triton.others import standard_call
 
         block = _dense(block)
         out = torch.empty_like(block.v)
         targets = self._targets if self._tokens > 1 else None
         spec, state = self._specs[layer], self._states[layer]
-        standard_call(state, spec, self._slots, block, out, targets).run()
+        standard_call(state, spec, self._slots, block, out, targets, Fused(**inside)).run()
         return out
 
     def commit(self, path: Sequence[int] | None = None) -> None:
@@ -266,7 +282,9 @@ def seat(handle: Enabled, cache: Any, rows: ResidentReplay | ResidentStandard) -
 def _dense(block: Block) -> Block:
     from replayssm.ops.triton.others import inner_dense as dense
 
-    return Block(*(dense(x) for x in (block.q, block.k, block.v, block.g, block.w)))
+    q, k, v, g = (dense(x) for x in (block.q, block.k, block.v, block.g))
+    # a family without strengths of its own hands its gates over twice
+    return Block(q, k, v, g, g if block.w is block.g else dense(block.w))
 
 
 def _fresh_plan(
