@@ -57,6 +57,7 @@ class Enabled:
         ring: Ring sizes.
         ring_dtype: dtype of ring keys and values.
         impl: What serves the operations, resolved.
+        users: Engines that share the handle; 0 of a model that its owner enabled.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Enabled:
         )
         self.path, self.state, self.ring, self.impl = path, state, ring, impl
         self.ring_dtype = parameter_dtype(mixers[0].module)
-        self._read = read
+        self._read, self.users = read, 0
         self._bindings: weakref.WeakSet[CacheBinding] = weakref.WeakSet()
         self._latest: weakref.ref[CacheBinding] | None = None
         self._removable: list[RemovableHandle] = []
