@@ -4,10 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from replayssm.errors import ContractError
+from replayssm.errors import ContractError, UnsupportedError
+from replayssm.evaluate.decisions import outcome
+from replayssm.evaluate.decisions import run as decisions_run
 from replayssm.evaluate.decisions.experiment import LostError, conduct, places, serve
+from replayssm.evaluate.decisions.plan import parse_plan
 from replayssm.evaluate.decisions.serving import Job, Run, make_served, measure
 from replayssm.evaluate.decisions.tables import Slo
+from replayssm.traffic.energy import Energy
 
 STEP = 0.01
 
@@ -63,6 +67,29 @@ def test_metrics_follow_their_definitions():
     assert found["goodput_per_dollar"] == pytest.approx(1 / 0.8 * 3600 / 2)
     with pytest.raises(ContractError, match="cohort d"):
         measure(Run((slow,), 0, 2.0), "d", Slo(), 1.0)
+
+
+def test_goodput_per_watt_is_good_requests_per_joule_and_missing_without_counters():
+    slow, fast = served("a", 1.0, (1.5, 1.6)), served("b", 1.0, (1.1, 1.15))
+    limit = Slo(ttft_ms=200)
+    read = Run((slow, fast), 0, 2.0, energy=Energy(40.0, "rapl", 1, None))
+    assert measure(read, "c", limit, 1.0)["goodput_per_watt"] == pytest.approx(1 / 40)
+    for unread in (None, Energy(None, None, 0, "no counters")):
+        found = measure(Run((slow, fast), 0, 2.0, energy=unread), "c", limit, 1.0)
+        assert "goodput_per_watt" not in found
+    assert outcome.energy_source([read]) == "rapl counters of 1 devices, idle power not subtracted"
+    silent = Run((slow,), 0, 2.0, energy=Energy(None, None, 0, "no counters"))
+    assert outcome.energy_source([silent]) == "not measured (no counters)"
+
+
+def test_a_plan_that_goes_by_energy_is_refused_where_there_is_none(table, monkeypatch):
+    table["decisions"]["outcome"]["metric"] = "goodput_per_watt"
+    blind = SimpleNamespace(stop=lambda: Energy(None, None, 0, "no counters"))
+    monkeypatch.setattr(decisions_run, "EnergyMeter", lambda: blind)
+    with pytest.raises(UnsupportedError, match="goodput_per_watt on this machine: no counters"):
+        decisions_run.check_energy(parse_plan(table))
+    table["decisions"]["outcome"]["metric"] = "goodput"
+    decisions_run.check_energy(parse_plan(table))
 
 
 def test_limits_count_from_the_schedule():
