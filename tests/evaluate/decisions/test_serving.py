@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from replayssm.engine.clock import VirtualClock
 from replayssm.errors import ContractError, UnsupportedError
 from replayssm.evaluate.decisions import outcome
 from replayssm.evaluate.decisions import run as decisions_run
+from replayssm.evaluate.decisions.embedded import Embedded
 from replayssm.evaluate.decisions.experiment import LostError, conduct, places, serve
 from replayssm.evaluate.decisions.plan import parse_plan
 from replayssm.evaluate.decisions.serving import Job, Run, make_served, measure
@@ -182,6 +185,35 @@ def test_a_planted_slowdown_of_5_percent_is_caught(plan, fake):
     slower = compared(1.05)
     assert slower.ratio.high < 1
     assert slower.ratio.value == pytest.approx(1 / 1.05, rel=0.03)
+    assert not compared(1.0).differs
+
+
+def test_a_planted_slowdown_is_caught_in_the_engine_itself_in_virtual_time(subject, plan):
+    """Real forwards and scheduling; a forward costs what a function says, with 5 % of noise."""
+    noise = np.random.default_rng(0)
+
+    def compared(factor):
+        def clock(slower):
+            def cost(work):
+                return slower * (1e-3 + 1e-4 * work.rows) * np.exp(0.05 * noise.standard_normal())
+
+            return lambda: VirtualClock(cost)
+
+        baseline = plan.baseline
+        with (
+            Embedded(subject, plan, clock(1.0)) as plain,
+            Embedded(subject, plan, clock(factor)) as slower,
+        ):
+            servers = {"a": plain.server(baseline), "b": slower.server(baseline)}
+            (found,) = conduct(
+                [plan.cohort("pool")], servers, lambda r: jobs(8, output=16), plan.design,
+                metric="throughput", prices={"a": 1.0, "b": 1.0}, in_flight=8,
+            )  # fmt: skip
+        return found.compare("b", "throughput")
+
+    slow = compared(1.05)
+    assert slow.ratio.high < 1
+    assert slow.ratio.value == pytest.approx(1 / 1.05, rel=0.03)
     assert not compared(1.0).differs
 
 
