@@ -76,6 +76,12 @@ def test_what_is_not_told_is_not_made_up():
     assert (found.evictions, found.flushes, found.plain_ms) == (6, None, None)
 
 
+def test_what_has_not_happened_before_the_first_sample_counts_from_zero():
+    counts = (of_engine(EngineStats()), of_engine(stats(1)))
+    found = used([Sample(float(i), 0, 0, 0, 0, None, c) for i, c in enumerate(counts)])
+    assert (found.acceptance_rate, found.effective_batch, found.flushes) == (0.25, 4.0, 8)
+
+
 def test_a_run_without_flushes_has_no_cost_of_one():
     idle = [Sample(float(i), 0, 0, 0, 0, None, of_engine(EngineStats())) for i in range(2)]
     found = used(idle)

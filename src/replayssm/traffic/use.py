@@ -63,7 +63,8 @@ def used(samples: Sequence[Sample]) -> Use | None:
     told = [counts for counts in told if counts]
     if len(told) < 2:
         return None
-    spent = {name: value - told[0][name] for name, value in told[-1].items() if name in told[0]}
+    # what has never happened is not counted yet, drafts of a cohort for one
+    spent = {name: value - told[0].get(name, 0) for name, value in told[-1].items()}
     forwards, flushing = spent.get("forwards.decode"), spent.get("flushing_forwards")
     seconds, held = spent.get("decode_seconds"), spent.get("flushing_seconds")
     memory = [
@@ -71,18 +72,16 @@ def used(samples: Sequence[Sample]) -> Use | None:
         for counts in told
         if (share := _ratio(counts.get("used_bytes"), counts.get("running"))) is not None
     ]
-    flushing_s, plain_s = (
-        _ratio(held, flushing),
-        _ratio(_less(seconds, held), _less(forwards, flushing)),
-    )
+    with_fold = _ratio(held, flushing)
+    without = _ratio(_less(seconds, held), _less(forwards, flushing))
     return Use(
         memory_per_sequence=sum(memory) / len(memory) if memory else None,
         effective_batch=_ratio(spent.get("decode_rows"), forwards),
         flushes=_whole(spent.get("flushes")),
         flushes_per_token=_ratio(spent.get("flushes"), spent.get("output_tokens")),
         flushing_share=_ratio(flushing, forwards),
-        plain_ms=None if plain_s is None else plain_s * 1e3,
-        flushing_ms=None if flushing_s is None else flushing_s * 1e3,
+        plain_ms=None if without is None else without * 1e3,
+        flushing_ms=None if with_fold is None else with_fold * 1e3,
         acceptance_rate=_ratio(spent.get("accepted"), spent.get("drafted")),
         evictions=_whole(spent.get("preemptions")),
     )
