@@ -39,8 +39,8 @@ from replayssm.models.adapters import conv_spec, conv_weights, refuse_packed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from replayssm.integrations.handle import Handle
     from replayssm.integrations.rows import Rows
-    from replayssm.integrations.transformers import Enabled
     from replayssm.ring import RingSpec
 
 
@@ -59,7 +59,7 @@ class CacheBinding:
         ring: Ring sizes of this cache alone; None takes the handle's.
     """
 
-    def __init__(self, handle: Enabled, cache: Any, position: int) -> None:  # noqa: ANN401
+    def __init__(self, handle: Handle, cache: Any, position: int) -> None:  # noqa: ANN401
         self.handle = handle
         self._cache: weakref.ref[Any] | None = weakref.ref(cache)
         self._indices = tuple(mixer.layer_idx for mixer in handle.mixers)

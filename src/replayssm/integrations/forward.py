@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from replayssm.integrations.handle import Handle
     from replayssm.integrations.hooks import Call, StateHook
     from replayssm.integrations.rows import Rows
-    from replayssm.integrations.transformers import Enabled
     from replayssm.models.registry import Mixer
     from replayssm.types import Block, LayerSpec, ReadDepth
 
@@ -111,7 +111,7 @@ class Forward:
 
 
 @torch.no_grad()
-def run_step(rows: Rows, layer: int, call: Call, hook: StateHook, handle: Enabled) -> object:
+def run_step(rows: Rows, layer: int, call: Call, hook: StateHook, handle: Handle) -> object:
     """Serve a call of a step or chunk function from rows with an open forward.
 
     Rows whose kernels do gates, norms and the skip connection themselves get the arguments raw.

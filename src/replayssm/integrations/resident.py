@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from replayssm.integrations.transformers import Enabled
+    from replayssm.integrations.handle import Handle
     from replayssm.ops.triton.plan import DevicePlan
     from replayssm.slots import SlotRef
     from replayssm.state import StatePool
@@ -263,7 +263,7 @@ class ResidentStandard(_Resident):
             torch.add(self._targets[:, 0], self.accepted - 1, out=self._slots.counts[0])
 
 
-def seat(handle: Enabled, cache: Any, rows: ResidentReplay | ResidentStandard) -> None:  # noqa: ANN401 - transformers' Cache
+def seat(handle: Handle, cache: Any, rows: ResidentReplay | ResidentStandard) -> None:  # noqa: ANN401 - transformers' Cache
     """Make ``rows`` what the recurrent layers of a cache hold; mutates the cache.
 
     Args:
