@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from gpu import report
 from replayssm import policy
 from replayssm.policy import Measured, choose_path, read_table, write_table
 from replayssm.ring import RingSpec
@@ -62,10 +69,12 @@ def test_a_model_of_two_kinds_of_layers_counts_their_times_together(measured):
 
 
 @pytest.mark.parametrize(
-    "change", [{"layer": GDN}, {"fmt": Format.S32}, {"depth": FULL}, {"tokens": 4}], ids=str
+    "change",
+    [{"layer": GDN}, {"fmt": Format.S32}, {"depth": FULL}, {"tokens": 4}, {"rows": 257}],
+    ids=str,
 )
 def test_what_was_not_measured_is_judged_by_size_and_says_so(measured, change):
-    chosen = choose(64, **change)
+    chosen = choose(**{"rows": 64, **change})
     assert chosen.gain is None
     assert "nothing like it was measured on cpu" in chosen.why
 
@@ -77,7 +86,7 @@ def test_of_several_windows_the_nearest_counts(measured):
 
 
 @pytest.mark.parametrize(
-    ("rows", "path"), [(1, "standard"), (3, "standard"), (4, "replay"), (256, "replay")]
+    ("rows", "path"), [(1, "standard"), (15, "standard"), (16, "replay"), (256, "replay")]
 )
 def test_a_gpu_without_a_table_goes_by_the_elements_of_a_batch(monkeypatch, rows, path):
     monkeypatch.setattr(policy, "device_name", lambda device: "some-chip")
@@ -99,3 +108,31 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
     (tmp_path / "t.json").write_text('{"format": "else"}')
     with pytest.raises(policy.ContractError):
         read_table(tmp_path / "t.json")
+
+
+def figures():
+    """Yield our own figures of every committed sweep: point, and microseconds of either path."""
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    for file in sorted(results.glob("kernels-*.json")):
+        run = json.loads(file.read_text())
+        name = run["environment"]["device"].lower().replace(" ", "-")
+        for row in report.policy_rows(run):
+            yield from (
+                pytest.param(name, row, *at, id=f"{name}-{i}-{at[0]}")
+                for i, at in enumerate(
+                    zip(row.batches, row.standard_us, row.replay_us, strict=True)
+                )
+            )
+
+
+@pytest.mark.parametrize(("name", "row", "rows", "slow", "fast"), list(figures()))
+def test_auto_loses_two_percent_nowhere_in_a_committed_sweep(
+    monkeypatch, name, row, rows, slow, fast
+):
+    monkeypatch.setattr(policy, "device_name", lambda device: name)
+    ring = RingSpec(row.window, max_block=row.tokens)
+    given = [StorageSpec(row.layer, row.format, ring, torch.bfloat16)]
+    meta = torch.device("meta")
+    found = choose_path(given, rows, depth=row.depth, device=meta, tokens=row.tokens)
+    taken = fast if found.path == "replay" else slow
+    assert taken <= 1.02 * min(slow, fast), found.why

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from replayssm.integrations.hooks import cache_argument
 from replayssm.integrations.resident import seat
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Decode:
         self.model: Any = handle.model
         handle.read = depth
         self._rejected, self._start = tokens - kept, start
+        self._argument = cache_argument(self.model)
         device = self.model.get_input_embeddings().weight.device
         self.cache: Any = StaticCache(config=self.model.config, max_cache_len=length)
         seat(handle, self.cache, rows)
@@ -57,7 +59,7 @@ class Decode:
     @torch.no_grad()
     def forward(self, ids: Tensor) -> Tensor:
         """Run one block and return its logits; attention takes rejected tokens back."""
-        logits: Tensor = self.model(ids, past_key_values=self.cache, use_cache=True).logits
+        logits: Tensor = self.model(ids, **{self._argument: self.cache}, use_cache=True).logits
         if not self._lengths:
             self._lengths = [x.cumulative_length for x in self.cache.layers
                              if hasattr(x, "cumulative_length")]  # fmt: skip

@@ -34,8 +34,10 @@ SHIPPED = Path(__file__).parent / "ops" / "triton" / "tables"
 FOLDER = "REPLAYSSM_TABLES"
 """Environment variable: a folder of tables that come before the shipped ones."""
 FORMAT, VERSION = "replayssm-policy", 1
-SMALL = 4 << 20
+SMALL = 16 << 20
 """State elements of a batch and layer under which a GPU is not busy with bytes."""
+FAR = 4
+"""Times the largest measured batch, beyond which its times say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +113,10 @@ def choose_path(
     found = [_nearest(table, spec, depth, tokens) for spec in specs]
     standard = replay = 0.0
     for spec, row in zip(specs, found, strict=True):
-        if row is None:
-            return _by_size(specs, rows, depth, tokens, device, name)
         # a layer of another width is busy as long as a batch of as many state elements
-        same = rows * spec.layer.state_elements / row.layer.state_elements
+        same = 0.0 if row is None else rows * spec.layer.state_elements / row.layer.state_elements
+        if row is None or same > FAR * row.batches[-1]:
+            return _by_size(specs, rows, depth, tokens, device, name)
         times = row.at(same)
         standard, replay = standard + times[0], replay + times[1]
     gain = standard / replay
