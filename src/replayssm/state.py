@@ -266,7 +266,7 @@ class StatePool:
         rows = ticket.accepted_rows(self._slots, counts)
         if ticket.is_complete(self.num_layers, self.num_convs):
             for store in self.stores:
-                compact_(store, ticket.plan, kept)
+                compact_(store, ticket.plan, kept, impl=self.impl)
         ticket.close(self._slots, rows, self.num_layers, self.num_convs)
 
     def settle_(

@@ -1,4 +1,4 @@
-"""Launches of the standard step, of the convolution and of a commit on the device."""
+"""Launches of the standard step, of the convolution, and of commits on the device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from replayssm.ops.triton.call import PLAIN, Call, Fused, power_of_two, present, strides
 from replayssm.ops.triton.kernels.advance import advance_kernel
+from replayssm.ops.triton.kernels.compact import compact_kernel
 from replayssm.ops.triton.kernels.conv import conv_kernel
 from replayssm.ops.triton.kernels.standard import standard_kernel
 from replayssm.ops.triton.launch import StandardLaunch, choose_standard
@@ -17,6 +18,7 @@ from replayssm.types import Decay, LayerSpec, Write
 if TYPE_CHECKING:
     from replayssm.ops.triton.plan import DevicePlan
     from replayssm.ring import RingSpec
+    from replayssm.storage import LayerStore
     from replayssm.types import Block
 
 CONV_CHANNELS = 256
@@ -106,6 +108,28 @@ def advance_call(plan: DevicePlan, ring: RingSpec, accepted: Tensor) -> Call:
     constants = {"WINDOW": ring.window, "KEEP": ring.keep, "TILES": ring.tiles, "BLOCK": block}
     args = (plan.counts, plan.due, accepted, plan.rows)
     return Call(advance_kernel, (1,), args, constants, min(8, max(1, block // 128)))
+
+
+def compact_call(store: LayerStore, plan: DevicePlan, paths: Tensor) -> Call:
+    """Return the launch that moves kept entries of trees to the front of their blocks.
+
+    Args:
+        store: Layer tensors; rings are mutated at the block's positions.
+        plan: Rows; slots and counts are read.
+        paths: ``[B, T]`` int64 kept nodes of every row, oldest first, then -1.
+    """
+    at, ring, conv = store.spec.layer, store.spec.ring, store.conv
+    channels, length = (0, 1) if conv is None else (conv.shape[2], conv.shape[1])
+    tensors = (store.k, store.v, store.g, store.w, present(conv, store.k))
+    args = (plan.counts, paths, *tensors, plan.rows, *(x.stride(0) for x in tensors))
+    gates = 1 if at.decay is Decay.SCALAR else at.key_dim
+    constants = {
+        "T": paths.shape[1], "H": at.key_heads, "HV": at.value_heads, "K": at.key_dim,
+        "V": at.value_dim, "GATES": gates, "R": ring.ring_len, "C": channels, "RC": length,
+        "BC": CONV_CHANNELS,
+    }  # fmt: skip
+    units = at.key_heads + at.value_heads + -(-channels // CONV_CHANNELS)
+    return Call(compact_kernel, (plan.rows, units), args, constants, 2)
 
 
 def inner_dense(x: Tensor) -> Tensor:
