@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 WINDOW = 16
 VERIFY = 4
+LEAST_STEPS = 64  # timed even where a figure takes longer than it may
+GROWTH = 1024  # tokens that attention caches have room for beyond --context, alike for every arm
+LARGEST = 0  # stands for the largest batch that every decode arm holds
 SPARE = 8_000_000_000  # bytes left to activations and logits when the largest batch is sought
 BATCHES = (1, 32, 128, 256, 512)
 CHECKED = 32  # rows of the check: kernels are compiled once for this and all larger batches
@@ -160,20 +163,22 @@ def check(handle: Enabled, arms: list[Arm], args: argparse.Namespace) -> dict[st
 def measure(handle: Enabled, arm: Arm, batch: int, args: argparse.Namespace) -> report.Record:
     """Capture a step, run it, and return its figures."""
     device = torch.device(args.device)
-    length = args.context + (args.steps + 4 * WINDOW) * arm.kept + arm.tokens
     rows = arm.rows(handle, batch, device)
-    run = Decode(handle, rows, arm.tokens, arm.kept, length=-(-length // 64) * 64,
+    run = Decode(handle, rows, arm.tokens, arm.kept, length=args.context + GROWTH,
                  start=args.context, depth=arm.depth)  # fmt: skip
     run.capture()
-    seconds = step_seconds(run, args.steps, warm=1 if args.tiny else 2 * WINDOW)
-    found_in = None if args.tiny else profile(run, WINDOW)
+    # two windows fold every tile of every row at least once; they also say how long a step takes
+    warm = step_seconds(run, 1 if args.tiny else 2 * WINDOW, warm=1)
+    steps = max(min(args.steps, LEAST_STEPS), min(args.steps, int(args.seconds / warm)))
+    seconds = step_seconds(run, steps, warm=1)
+    found_in = profile(run, WINDOW) if batch in args.profile else None
     found: report.Record = {
         "step_ms": round(seconds * 1e3, 4),
         "tokens_per_s": round(batch * arm.kept / seconds, 1),
         "recurrent": None if found_in is None else found_in.recurrent,
         "busiest": None if found_in is None else found_in.busiest,
         "state_gb": round(arm.row_bytes(handle) * batch / 1e9, 3),
-        "steps": args.steps,
+        "steps": steps,
     }
     if device.type == "cuda":
         found["allocated_gb"] = round(torch.cuda.max_memory_allocated(device) / 1e9, 1)
@@ -188,7 +193,7 @@ def largest(handle: Enabled, arm: Arm, args: argparse.Namespace) -> int:
     attention = sum("full_attention" in x for x in config.layer_types)
     heads = config.num_key_value_heads * config.head_dim
     token = attention * 2 * heads * handle.ring_dtype.itemsize
-    per_row = arm.row_bytes(handle) + token * (args.context + 1024)
+    per_row = arm.row_bytes(handle) + token * (args.context + GROWTH)
     return int((free - SPARE) // per_row)
 
 
@@ -204,6 +209,7 @@ def results(args: argparse.Namespace) -> Iterator[report.Record]:
                         self_test=args.tiny)  # fmt: skip
         arms = chosen(args.arms)
         common = {"model": name, "parameters": size}
+        fits = min(largest(handle, arm, args) for arm in DECODE) // CHECKED * CHECKED
         try:
             errors: dict[str, float] = check(handle, arms, args)
         except Exception as error:
@@ -213,7 +219,7 @@ def results(args: argparse.Namespace) -> Iterator[report.Record]:
             most = largest(handle, arm, args)
             about = {**common, "arm": arm.name, "tokens": arm.tokens, "kept": arm.kept,
                      "largest_batch": most, "logits_error": errors.get(arm.name)}  # fmt: skip
-            for batch in args.batch:
+            for batch in (fits if b == LARGEST else b for b in args.batch):
                 row = {**about, "batch": batch}
                 if batch > most:
                     yield {**row, "absent": f"does not fit: {most} do"}
@@ -258,7 +264,7 @@ def compile_kernels(task: tuple[str, str, int, str]) -> str | None:
 
 def compile_all(args: argparse.Namespace) -> None:
     """Compile what the arms launch, in parallel; Triton keeps it on disk."""
-    sizes = sorted({min(b, CHECKED) for b in args.batch} | {CHECKED})
+    sizes = sorted({min(b or CHECKED, CHECKED) for b in args.batch} | {CHECKED})
     tasks = [(m, a.name, b, args.device) for m in args.model for a in chosen(args.arms)
              for b in sizes if a.kept != 2]  # fmt: skip
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as workers:
@@ -278,6 +284,11 @@ def line(row: report.Record) -> str:
             f"logits {row['logits_error']}")  # fmt: skip
 
 
+def batches(text: str) -> list[int]:
+    """Parse ``1,256,largest``."""
+    return [LARGEST if word == "largest" else int(word) for word in text.split(",")]
+
+
 def parse() -> argparse.Namespace:
     """Return the command line."""
     parser = argparse.ArgumentParser(
@@ -285,7 +296,11 @@ def parse() -> argparse.Namespace:
     )
     words = lambda text: text.split(",")  # noqa: E731 - a type of argparse
     parser.add_argument("--model", type=words, help=f"of {', '.join(hybrid.SHAPES)}")
-    parser.add_argument("--batch", type=lambda x: [int(n) for n in x.split(",")])
+    parser.add_argument("--batch", type=batches, default=None,
+                        help="numbers, and 'largest': what every decode arm holds")  # fmt: skip
+    parser.add_argument("--profile", type=batches, default=[256], help="batches that are profiled")
+    parser.add_argument("--seconds", type=float, default=60.0,
+                        help="that one figure may take; 64 steps run in any case")  # fmt: skip
     parser.add_argument("--arms", type=words, default=[], help=f"words of: {'; '.join(ARMS)}")
     parser.add_argument("--steps", type=int, help="graph launches timed (512)")
     parser.add_argument("--context", type=int, help="tokens in the attention caches before (512)")
@@ -297,6 +312,7 @@ def parse() -> argparse.Namespace:
     tiny = args.tiny
     args.model = args.model or [n for n in hybrid.SHAPES if ("tiny" in n) == tiny]
     args.batch = args.batch or ([2] if tiny else list(BATCHES))
+    args.profile = [] if tiny else args.profile
     args.steps = args.steps or (2 if tiny else 512)
     args.context = args.context if args.context is not None else (8 if tiny else 512)
     return args

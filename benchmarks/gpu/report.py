@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 def lasting_words() -> list[str]:
     """Return the command line's words without what leaves no trace in the figures."""
-    words, silent = [], {"--json", "--jobs", "--seconds"}
+    words, silent = [], {"--json", "--jobs"}
     given = iter(sys.argv[1:])
     for word in given:
         if word.partition("=")[0] not in silent:

@@ -47,6 +47,7 @@ class Decode:
         self.model: Any = handle.model
         handle.read = depth
         self._rejected, self._start = tokens - kept, start
+        self._room, self._launched = (length - start - tokens) // kept, 0
         self._argument = cache_argument(self.model)
         device = self.model.get_input_embeddings().weight.device
         self.cache: Any = StaticCache(config=self.model.config, max_cache_len=length)
@@ -73,7 +74,13 @@ class Decode:
         self.ids.copy_(self.forward(self.ids).argmax(-1))
 
     def launch(self) -> None:
-        """Run one step: a launch of the graph, or the step itself where nothing can be captured."""
+        """Run one step: a launch of the graph, or the step itself where nothing can be captured.
+
+        Attention caches that are full go back to the tokens that they started with.
+        """
+        if self._launched == self._room:
+            self.rewind()
+        self._launched += 1
         if self.graph is None:
             self.step()
         else:
@@ -81,6 +88,7 @@ class Decode:
 
     def rewind(self) -> None:
         """Set the attention caches to the tokens that they start with."""
+        self._launched = 0
         for count in self._lengths:
             count.fill_(self._start)
 
