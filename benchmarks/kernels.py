@@ -86,7 +86,7 @@ def check_share(args: argparse.Namespace, share: int, shares: int) -> list[Recor
         try:
             error = check(arm, point, device).error
             if not args.check_only:
-                compile_for_batches(arm, point, device)
+                compile_for_batches(arm, point, args.batch, device)
             found |= {"error": float(f"{error:.3g}")}
         except Exception as error:
             found |= {"absent": f"{type(error).__name__}: {str(error).strip()[:300]}"}
@@ -175,7 +175,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the arms and end")
     parser.add_argument("--plot", type=Path, help="draw these results instead")
     parser.add_argument("--over", choices=sorted(report.AXES), default="batch", help="of --plot")
-    parser.add_argument("--policy", type=Path, help="make a policy table of these results instead")
+    parser.add_argument("--policy", type=Path, nargs="+",
+                        help="make a policy table of these results of one device instead")  # fmt: skip
     parser.add_argument("--out", type=Path, help="of --plot (kernels.svg) and --policy")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -192,10 +193,12 @@ def main() -> None:
         report.plot(json.loads(args.plot.read_text()), args.out or Path("kernels.svg"), args.over)
         return
     if args.policy:
-        run = json.loads(args.policy.read_text())
-        named_for = run["environment"]["device"].lower().replace(" ", "-")
+        runs = [json.loads(path.read_text()) for path in args.policy]
+        about = runs[0]["environment"]
+        named_for = about["device"].lower().replace(" ", "-")
         out = args.out or policy.SHIPPED / f"{named_for}.policy.json"
-        policy.write_table(out, report.policy_rows(run), run["environment"])
+        rows = report.policy_rows({"results": [row for run in runs for row in run["results"]]})
+        policy.write_table(out, rows, about)
         return
     if args.device == "cpu":
         select_no_device()

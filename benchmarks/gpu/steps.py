@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # kernels that read or write states and rings
 RECURRENT = ("standard_kernel", "products_kernel", "chain_kernel", "read_kernel", "due_kernel",
-             "step_kernel", "fold_kernel", "conv_kernel", "advance_kernel")  # fmt: skip
+             "step_kernel", "whole_kernel", "fold_kernel", "conv_kernel", "advance_kernel")  # fmt: skip
 WARM = 3
 BUSIEST, NAME = 10, 70  # kernels of a profile that are kept, letters of a name
 

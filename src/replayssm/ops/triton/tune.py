@@ -47,6 +47,8 @@ ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "pull_warps": (1, 2, 4),
     "pull_registers": (0, 48, 64, 96),
     "fold_registers": (0, 128),
+    "early_read": (False, True),
+    "whole": (False, True),
 }
 STANDARD_ROWS, STANDARD_WARPS = (4, 8, 16, 32, 64), (1, 2, 4)
 TOLERANCE = 2e-2
