@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from replayssm.types import ReadDepth
 
 # kernels that read or write states and rings
-RECURRENT = ("standard_kernel", "products_kernel", "chain_kernel", "read_kernel", "due_kernel",
-             "step_kernel", "whole_kernel", "fold_kernel", "conv_kernel", "advance_kernel")  # fmt: skip
+RECURRENT = tuple(
+    f"{name}_kernel"
+    for name in (
+        "standard", "products", "chain", "read", "due", "step", "whole", "fold", "conv", "advance",
+    )
+)  # fmt: skip
 WARM = 3
 BUSIEST, NAME = 10, 70  # kernels of a profile that are kept, letters of a name
 

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "fold_programs": (0, 132, 264, 528, 792, 1056),
-    "chunk": (16, 32, 64, 128),
-    "read_rows": (16, 32, 64),
-    "fold_rows": (8, 16, 32),
+    "chunk": (8, 16, 32, 64, 128),
+    "read_rows": (8, 16, 32, 64, 128),
+    "fold_rows": (8, 16, 32, 64),
     "fold_chunk": (16, 32, 64),
     "warps": (1, 2, 4),
     "fold_warps": (1, 2, 4),
