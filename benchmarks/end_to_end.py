@@ -20,6 +20,7 @@ import gc
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,8 +132,15 @@ ARMS = {arm.name: arm for arm in (*DECODE, *SPECULATIVE)}
 
 
 def chosen(words: list[str]) -> list[Arm]:
-    """Return the arms that are named, or hold one of the words; all where there are none."""
-    return [a for n, a in ARMS.items() if not words or any(w == n or w in n for w in words)]
+    """Return the arms that are named, and those that hold another word; all without words."""
+    parts = [w for w in words if w not in ARMS]
+    return [a for n, a in ARMS.items() if not words or n in words or any(w in n for w in parts)]
+
+
+def batches_of(arm: Arm, args: argparse.Namespace) -> list[int]:
+    """Return the batches that an arm is measured at."""
+    sizes: list[int] = args.batch if arm.tokens == 1 else args.verify
+    return sizes
 
 
 @torch.no_grad()
@@ -219,7 +227,7 @@ def results(args: argparse.Namespace) -> Iterator[report.Record]:
             most = largest(handle, arm, args)
             about = {**common, "arm": arm.name, "tokens": arm.tokens, "kept": arm.kept,
                      "largest_batch": most, "logits_error": errors.get(arm.name)}  # fmt: skip
-            for batch in (fits if b == LARGEST else b for b in args.batch):
+            for batch in (fits if b == LARGEST else b for b in batches_of(arm, args)):
                 row = {**about, "batch": batch}
                 if batch > most:
                     yield {**row, "absent": f"does not fit: {most} do"}
@@ -264,9 +272,11 @@ def compile_kernels(task: tuple[str, str, int, str]) -> str | None:
 
 def compile_all(args: argparse.Namespace) -> None:
     """Compile what the arms launch, in parallel; Triton keeps it on disk."""
-    sizes = sorted({min(b or CHECKED, CHECKED) for b in args.batch} | {CHECKED})
-    tasks = [(m, a.name, b, args.device) for m in args.model for a in chosen(args.arms)
-             for b in sizes if a.kept != 2]  # fmt: skip
+    tasks = []
+    for name, arm in product(args.model, (a for a in chosen(args.arms) if a.kept != 2)):
+        # from the check's rows on every batch takes the same kernels
+        sizes = {min(b or CHECKED, CHECKED) for b in batches_of(arm, args)} | {CHECKED}
+        tasks += [(name, arm.name, rows, args.device) for rows in sorted(sizes)]
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as workers:
         for said in workers.map(compile_kernels, tasks):
             if said:
@@ -298,6 +308,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=words, help=f"of {', '.join(hybrid.SHAPES)}")
     parser.add_argument("--batch", type=batches, default=None,
                         help="numbers, and 'largest': what every decode arm holds")  # fmt: skip
+    parser.add_argument("--verify", type=batches, help="the same of blocks of drafts (--batch)")
     parser.add_argument("--profile", type=batches, default=[256], help="batches that are profiled")
     parser.add_argument("--seconds", type=float, default=60.0,
                         help="that one figure may take; 64 steps run in any case")  # fmt: skip
@@ -312,6 +323,7 @@ def parse() -> argparse.Namespace:
     tiny = args.tiny
     args.model = args.model or [n for n in hybrid.SHAPES if ("tiny" in n) == tiny]
     args.batch = args.batch or ([2] if tiny else list(BATCHES))
+    args.verify = args.verify or args.batch
     args.profile = [] if tiny else args.profile
     args.steps = args.steps or (2 if tiny else 512)
     args.context = args.context if args.context is not None else (8 if tiny else 512)

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from replayssm.types import LayerSpec
 
 
+LEAST_FOLD = 8
+"""Value rows that a fold takes at least, masked where a tile has fewer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Block sizes of one layer's kernels.
@@ -81,9 +85,10 @@ def choose_launch(spec: StorageSpec, rows: int, tokens: int, device: torch.devic
         if _matches(rule["when"], spec.layer, spec.format.value, rows, tokens):
             sizes = dict(rule["launch"])
             # a rule is measured at whole blocks: a smaller tile takes smaller ones
-            for name in ("chunk", "read_rows", "fold_rows", "fold_chunk"):
-                if name in sizes:
-                    sizes[name] = min(sizes[name], power_of_two(per_tile))
+            whole = power_of_two(per_tile)
+            for name in {"chunk", "read_rows", "fold_chunk"} & sizes.keys():
+                sizes[name] = min(sizes[name], whole)
+            sizes["fold_rows"] = min(sizes["fold_rows"], max(whole, LEAST_FOLD))
             return Launch(**sizes)
     return default_launch(spec, rows)
 
@@ -105,9 +110,9 @@ def default_launch(spec: StorageSpec, rows: int) -> Launch:
     per_tile = spec.layer.value_dim // spec.ring.tiles
     whole = power_of_two(per_tile)
     if FORMATS[spec.format].scaled:
-        return Launch(per_tile, min(whole, 64), min(whole, 16))
+        return Launch(per_tile, min(whole, 64), min(max(whole, LEAST_FOLD), 16))
     read = min(whole, 16)
-    return Launch(min(per_tile, 64), read, min(read, 16))
+    return Launch(min(per_tile, 64), read, max(read, LEAST_FOLD))
 
 
 def _matches(when: dict[str, Any], layer: LayerSpec, state: str, rows: int, tokens: int) -> bool:
