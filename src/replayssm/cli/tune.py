@@ -57,7 +57,6 @@ def tune(
     where, wanted = torch.device(device), set(_words("--what", what, WHAT))
     if not out.is_dir():
         raise ContractError("--out", "a folder that exists", str(out))
-    points = _points(layers, formats, batch, tokens, window)
     if where.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("tune: no GPU here; a table is measured on the device it is for")
     reason = unavailable(Impl.TRITON, where)
@@ -66,6 +65,7 @@ def tune(
 
     from replayssm.ops.triton.tune import Tuning
 
+    points = _points(layers, formats, batch, tokens, window)
     screen, name = console(stderr=True), device_name(where)
     files = [out / f"{name}.json", out / f"{name}.policy.json"]
     tuning = Tuning(where, files[0], screen.print)
