@@ -24,12 +24,12 @@ import transformers
 
 import replayssm
 from replayssm.engine.speculative import (
+    DraftModel,
     FixedLength,
     ModelDrafter,
     NgramDrafter,
     SpeculativeSession,
 )
-from replayssm.engine.speculative.model import DraftModel
 from replayssm.integrations.speculation import Decoder, Verifier
 from replayssm.models import tiny
 

@@ -1,7 +1,8 @@
 """GPU kernels: one layer-step, ours and those of other packages side by side.
 
     python benchmarks/kernels.py --family mamba2 --batch 1,8,64,256 --json kernels.json
-    python benchmarks/kernels.py --plot kernels.json --out kernels.svg
+    python benchmarks/kernels.py --plot kernels.json --over window --out kernels.svg
+    python benchmarks/kernels.py --policy kernels.json
     TRITON_INTERPRET=1 python benchmarks/kernels.py --check-only --tiny --device cpu
 
 Every arm is first checked against an fp64 recurrence, then timed as ``gpu/timing.py`` says: whole
@@ -31,8 +32,11 @@ from gpu.cases import CASES, KEPT, Point
 from gpu.check import check, compile_for_batches
 from gpu.peers import PACKAGES
 from gpu.peers.loading import select_no_device
+from replayssm import policy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gpu.arms import Arm
     from gpu.report import Record
 
@@ -82,7 +86,7 @@ def check_share(args: argparse.Namespace, share: int, shares: int) -> list[Recor
         try:
             error = check(arm, point, device).error
             if not args.check_only:
-                compile_for_batches(arm, point, device)
+                compile_for_batches(arm, point, args.batch, device)
             found |= {"error": float(f"{error:.3g}")}
         except Exception as error:
             found |= {"absent": f"{type(error).__name__}: {str(error).strip()[:300]}"}
@@ -115,8 +119,8 @@ def checks(args: argparse.Namespace) -> list[Record]:
     return done
 
 
-def measure(args: argparse.Namespace, checked: list[Record]) -> list[Record]:
-    """Time every arm that was right, point by point; return the records."""
+def measure(args: argparse.Namespace, checked: list[Record]) -> Iterator[list[Record]]:
+    """Time every arm that was right, point by point; yield ceilings, then each point's records."""
     from gpu import ceilings, timing
 
     device = torch.device(args.device)
@@ -124,7 +128,7 @@ def measure(args: argparse.Namespace, checked: list[Record]) -> list[Record]:
     print({k: f"{v / 1e12:.2f} TB/s" for k, v in vars(limits).items()}, flush=True)
     arms = named(args.arms)
     known = {(c["arm"], c["case"], c["tokens"], c["window"]): c for c in checked}
-    records: list[Record] = [{"ceilings": vars(limits)}]
+    yield [{"ceilings": vars(limits)}]
     start = time.monotonic()
     for point in points(args):
         here, told = [], []
@@ -140,23 +144,10 @@ def measure(args: argparse.Namespace, checked: list[Record]) -> list[Record]:
             here = []
         figures = timing.side_by_side([a for a, _ in here], point, device)
         told += [report.record(a, point, figures[a.name], limits, e) for a, e in here]
-        records += told
+        yield told
         took = time.monotonic() - start
         print(f"{took:5.0f} s {point.case.name} B={point.batch} T={point.tokens} "
               f"window {point.window}: {len(here)} arms", flush=True)  # fmt: skip
-    return records
-
-
-def command_line() -> list[str]:
-    """Return the command without what leaves no trace in the figures."""
-    words, silent = ["benchmarks/kernels.py"], {"--json", "--jobs", "--seconds"}
-    given = iter(sys.argv[1:])
-    for word in given:
-        if word.partition("=")[0] not in silent:
-            words.append(word)
-        elif "=" not in word:
-            next(given, None)
-    return words
 
 
 def numbers(text: str) -> list[int]:
@@ -183,7 +174,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="shapes for Triton's interpreter")
     parser.add_argument("--list", action="store_true", help="print the arms and end")
     parser.add_argument("--plot", type=Path, help="draw these results instead")
-    parser.add_argument("--out", type=Path, default=Path("kernels.svg"), help="of --plot")
+    parser.add_argument("--over", choices=sorted(report.AXES), default="batch", help="of --plot")
+    parser.add_argument("--policy", type=Path, nargs="+",
+                        help="make a policy table of results of one device instead")  # fmt: skip
+    parser.add_argument("--out", type=Path, help="of --plot (kernels.svg) and --policy")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     for name, known in (("family", FAMILIES), ("tokens", KEPT)):
@@ -196,7 +190,15 @@ def main() -> None:
     """Check, time, print, write."""
     args = parse()
     if args.plot:
-        report.plot(json.loads(args.plot.read_text()), args.out)
+        report.plot(json.loads(args.plot.read_text()), args.out or Path("kernels.svg"), args.over)
+        return
+    if args.policy:
+        runs = [json.loads(path.read_text()) for path in args.policy]
+        about = runs[0]["environment"]
+        named_for = about["device"].lower().replace(" ", "-")
+        out = args.out or policy.SHIPPED / f"{named_for}.policy.json"
+        rows = report.policy_rows({"results": [row for run in runs for row in run["results"]]})
+        policy.write_table(out, rows, about)
         return
     if args.device == "cpu":
         select_no_device()
@@ -218,12 +220,16 @@ def main() -> None:
             print(f"{c['case']} T={c['tokens']} w{c['window']} {c['arm']}: "
                   f"{c.get('error', c.get('absent'))}")  # fmt: skip
         return
-    limits, *records = measure(args, checked)
-    report.add_ratios(records)
-    run = {"environment": report.environment(command_line()), **limits, "missing": missing,
-           "results": records}  # fmt: skip
-    if args.json:
-        report.save(args.json, run)
+    timed = measure(args, checked)
+    (limits,), records = next(timed), []
+    for found in timed:
+        records += found
+        report.add_ratios(records)
+        command = ["benchmarks/kernels.py", *report.lasting_words()]
+        run = {"environment": report.environment(command), **limits, "missing": missing,
+               "results": records}  # fmt: skip
+        if args.json:  # after every point: a run that is cut leaves what it measured
+            report.save(args.json, run)
     print(report.table(records))
 
 

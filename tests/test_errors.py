@@ -16,7 +16,6 @@ from replayssm.errors import (
     TicketError,
 )
 from replayssm.ring import RingSpec
-from replayssm.slots import SlotRef
 from replayssm.state import StatePool
 from replayssm.testing.factories import FAMILIES, make_block, make_layer, make_state
 from replayssm.testing.guard import pool_digest
@@ -120,12 +119,6 @@ def test_fewer_tokens_than_planned_are_refused(desk):
         desk.pool.step_(ticket, 0, desk.block(tokens=2))
 
 
-@pytest.mark.parametrize("slot", [-1, 3, 99])
-def test_an_unknown_slot_is_refused(desk, slot):
-    with desk.refuses(SlotError, rf"^slot {slot}: expected 0 to 2"):
-        desk.pool.begin([SlotRef(slot, 0)])
-
-
 VERBS = {
     "begin": lambda pool, ref: pool.begin([ref]),
     "fold_": lambda pool, ref: pool.fold_([ref]),
@@ -137,6 +130,17 @@ VERBS = {
     "committed": lambda pool, ref: pool.committed(ref),
     "oldest": lambda pool, ref: pool.oldest(ref),
 }
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_name_of_another_pool_is_refused_by_every_verb(desk, verb):
+    other = Desk()
+    foreign = other.refs[0]
+    assert (foreign.slot, foreign.generation) == (desk.refs[0].slot, desk.refs[0].generation)
+    with desk.refuses(
+        SlotError, rf"^slot {foreign.slot}: this name was handed out by another pool"
+    ):
+        VERBS[verb](desk.pool, foreign)
 
 
 @pytest.mark.parametrize("verb", VERBS)

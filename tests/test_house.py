@@ -97,3 +97,15 @@ def test_exceptions_to_the_rules_still_apply() -> None:
         file, _, wanted = name.partition(":")
         found = [n for n in functions(ast.parse((ROOT / file).read_text())) if n.name == wanted]
         assert any(own_lines(n) > MAX_FUNCTION for n in found)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Not for their types either."""
+    graph = pytest.importorskip("grimp").build_graph("replayssm", cache_dir=None)
+    circles = [
+        (module, other)
+        for module in graph.modules
+        for other in graph.find_modules_directly_imported_by(module)
+        if graph.find_shortest_chain(importer=other, imported=module)
+    ]
+    assert not circles

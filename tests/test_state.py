@@ -11,7 +11,7 @@ from replayssm.state import StatePool
 from replayssm.testing.driver import Driver
 from replayssm.testing.factories import FAMILIES, make_block, make_layer, make_state
 from replayssm.testing.guard import pool_digest, slot_digest
-from replayssm.types import Format, ReadDepth
+from replayssm.types import Decay, Format, LayerSpec, ReadDepth, Write
 
 WINDOW = 4
 LAYERS = tuple(make_layer(*family, (1, 2), (6, 5)) for family in (FAMILIES[0], FAMILIES[3]))
@@ -215,3 +215,17 @@ def test_out_is_written_and_returned(impl):
     y = pool.step_(ticket, 0, block, out=buffer)
     assert y is buffer
     assert bool(buffer.isfinite().all())
+
+
+@pytest.mark.parametrize("fmt", list(Format))
+def test_the_zero_state_is_admitted_with_the_bits_of_its_encoding(fmt: Format) -> None:
+    layer = LayerSpec(Write.DELTA, Decay.SCALAR, 1, 2, key_dim=8, value_dim=6)
+    pool = StatePool([layer], 2, state=fmt, ring=RingSpec(4, tiles=3), impl="reference")
+    for x in pool.stores[0].present().values():
+        x.view(torch.uint8).fill_(0x55)
+    zero, encoded = pool.admit_(), pool.admit_([torch.zeros(2, 6, 8)])
+    for name in ("high", "low", "row_scale", "columns"):
+        x = pool.stores[0].present().get(name)
+        if x is not None:
+            bits = [x[r.slot].contiguous().view(torch.uint8) for r in (zero, encoded)]
+            assert torch.equal(*bits), name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -74,6 +76,21 @@ def test_an_image_shares_no_memory_with_its_pool(impl):
         for x in layer.values():
             x.zero_()
     assert bool(here.pool.stores[0].high[again.slot].any())
+
+
+def test_a_pickled_image_is_the_same_image(impl):
+    """Also those of uint16 planes, which pickle itself does not know."""
+    here, there = driver(impl, Format.S32), driver(impl, Format.S32)
+    ref = here.admit()
+    for _ in range(6):
+        here.forward([ref], [1], [1])
+    image = here.pool.export(ref)
+    for carried in (pickle.loads(pickle.dumps(image)), copy.deepcopy(image)):
+        assert replace(carried, layers=()) == replace(image, layers=())
+        again = there.pool.export(there.pool.import_(carried))
+        for before, after in zip(image.layers, again.layers, strict=True):
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def image_of(impl="reference", **kwargs):

@@ -10,12 +10,12 @@ import torch
 from gpu.cases import draw, recurrence
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gpu.arms import Arm
     from gpu.cases import Point
 
 ROWS = 3
-# Triton compiles a kernel again for one row and for multiples of 16
-BATCH_CLASSES = (1, 16)
 
 
 class Wrong(Exception):
@@ -69,9 +69,11 @@ def check(arm: Arm, point: Point, device: torch.device) -> Checked:
     return Checked(error, steps)
 
 
-def compile_for_batches(arm: Arm, point: Point, device: torch.device) -> None:
-    """Launch one cycle at every batch that Triton compiles for separately."""
-    for rows in BATCH_CLASSES:
+def compile_for_batches(
+    arm: Arm, point: Point, batches: Iterable[int], device: torch.device
+) -> None:
+    """Launch one cycle at every batch: launches depend on it, and what Triton makes of rows."""
+    for rows in batches:
         here = point.at(rows)
         steps = arm.period(here)
         states = arm.prepare(here, device, None, steps)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -103,8 +104,11 @@ class Standard(Protocol):
         """
 
 
+@lru_cache(maxsize=8)
 def plans(point: Point, steps: int) -> list[BlockPlan]:
     """Return where every row stands at each step, all admitted at position 0.
+
+    Made once for all state sets: a plan keeps its copy on the device.
 
     A window and b tokens came before row b's first step; in a zeroed ring they write nothing. A
     graph of one period can be replayed: at its start rows fold as they do at its end.

@@ -6,11 +6,13 @@ import json
 import platform
 import shutil
 import subprocess
+import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from gpu.arms import REFERENCE, Kind
+from gpu.cases import CASES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,10 +20,23 @@ if TYPE_CHECKING:
     from gpu.arms import Arm, Ceilings
     from gpu.cases import Point
     from gpu.timing import Figure
+    from replayssm.policy import Measured
 
-PACKAGES = ("torch", "triton", "fla-core", "mamba-ssm", "vllm", "sglang", "flashinfer-python",
-            "apache-tvm-ffi", "replayssm")  # fmt: skip
+PACKAGES = ("torch", "triton", "transformers", "fla-core", "mamba-ssm", "vllm", "sglang",
+            "flashinfer-python", "apache-tvm-ffi", "replayssm")  # fmt: skip
 Record = dict[str, Any]
+
+
+def lasting_words() -> list[str]:
+    """Return the command line's words without what leaves no trace in the figures."""
+    words, silent = [], {"--json", "--jobs"}
+    given = iter(sys.argv[1:])
+    for word in given:
+        if word.partition("=")[0] not in silent:
+            words.append(word)
+        elif "=" not in word:
+            next(given, None)
+    return words
 
 
 def environment(command: list[str]) -> Record:
@@ -127,30 +142,79 @@ def save(path: Path, run: Record) -> None:
     path.write_text(json.dumps(run, indent=1) + "\n")
 
 
-def plot(run: Record, path: Path) -> None:
-    """Draw, for every case and block length, the ratio of each replay kernel over the batch."""
+def policy_rows(run: Record) -> list[Measured]:
+    """Return a run's figures of our own arms as rows of a policy table.
+
+    Every replay arm is put beside the standard kernel (of blocks: the snapshots) that ``auto``
+    would choose instead: with a bf16 state for ``bf16``, else an fp32 one.
+    """
+    from replayssm.policy import Measured
+    from replayssm.types import Format, ReadDepth
+
+    ours = [r for r in run["results"] if r["arm"].startswith("ours") and "us" in r]
+    standard = {
+        (r["case"], r["batch"], r["tokens"], r["state"]): r["us"]
+        for r in ours
+        if r["kind"] != Kind.REPLAY
+    }
+    times: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
+    for r in ours:
+        other = "bf16" if r["state"] == Format.BF16 else "f32"
+        slow = standard.get((r["case"], r["batch"], r["tokens"], other))
+        if r["kind"] == Kind.REPLAY and slow is not None:
+            key = (r["case"], r["state"], r["depth"], r["tokens"], r["window"])
+            times.setdefault(key, {})[r["batch"]] = slow, r["us"]
+    return [
+        Measured(
+            CASES[case].layer, Format(state), ReadDepth(depth), tokens, window,
+            tuple(sorted(at)), *(tuple(at[b][i] for b in sorted(at)) for i in (0, 1)),
+        )
+        for (case, state, depth, tokens, window), at in times.items()
+    ]  # fmt: skip
+
+
+# what a plot has along its axis, by name: the column, the words under it
+AXES = {
+    "batch": ("batch", "sequences"),
+    "window": ("window", "window, tokens"),
+    "tokens": ("tokens", "tokens of a block"),
+}
+
+
+def plot(run: Record, path: Path, axis: str = "batch") -> None:
+    """Draw the ratio of each replay kernel over the batch, the window or the tokens of a block.
+
+    A panel is a case and what else was varied: block lengths over the batch, batches over the
+    others. Over the batch and the tokens an arm stands at its best window.
+    """
     from matplotlib.figure import Figure as Canvas
 
+    column, words = AXES[axis]
+    panel_by = "tokens" if axis == "batch" else "batch"
     records = [r for r in run["results"] if r.get("ratio") and r["kind"] == Kind.REPLAY]
-    panels = list(dict.fromkeys((r["case"], r["tokens"]) for r in records))
+    if axis == "window":
+        records = [r for r in records if r["tokens"] == 1]
+    panels = list(dict.fromkeys((r["case"], r[panel_by]) for r in records))
     if not panels:
         raise SystemExit("no replay figures to draw")
     canvas = Canvas(figsize=(7.5, 3.6 * len(panels)), layout="constrained")
     all_axes = canvas.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axes, (case, tokens) in zip(all_axes, panels, strict=True):
-        here = [r for r in records if (r["case"], r["tokens"]) == (case, tokens)]
+    for axes, (case, value) in zip(all_axes, panels, strict=True):
+        here = [r for r in records if (r["case"], r[panel_by]) == (case, value)]
         best: dict[str, dict[int, float]] = {}
-        for r in here:  # the best window of every arm
+        for r in here:
             at = best.setdefault(r["arm"], {})
-            at[r["batch"]] = max(at.get(r["batch"], 0.0), r["ratio"])
+            at[r[column]] = max(at.get(r[column], 0.0), r["ratio"])
         for arm, points in best.items():
             style = "-o" if arm.startswith("ours") else "--x"
-            axes.plot(sorted(points), [points[b] for b in sorted(points)], style, label=arm, ms=4)
+            axes.plot(sorted(points), [points[x] for x in sorted(points)], style, label=arm, ms=4)
         axes.axhline(1.0, color="0.6", lw=0.8)
         axes.set_xscale("log", base=2)
-        batches = sorted({r["batch"] for r in here})
-        axes.set_xticks(batches, [str(b) for b in batches])
-        axes.set(title=f"{case}, T = {tokens}", xlabel="sequences",
-                 ylabel="times faster than the best standard")  # fmt: skip
+        ticks = sorted({r[column] for r in here})
+        axes.set_xticks(ticks, [str(x) for x in ticks])
+        other = f"T = {value}" if panel_by == "tokens" else f"{value} sequences"
+        axes.set(
+            title=f"{case}, {other}", xlabel=words, ylabel="times faster than the best standard"
+        )
         axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     canvas.savefig(path)

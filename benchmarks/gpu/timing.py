@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpu.arms import Arm, StateSet
     from gpu.cases import Point
 
-CACHE = 165_000_000  # bytes of state, more than twice any cache so far
+CACHE = 130_000_000  # bytes of state, more than twice any cache so far
 LEAST_SETS = 2
 GRAPH_SECONDS = 2e-3  # shorter graphs would time their own launch
 SECONDS = 0.06  # of replays, each arm

@@ -24,12 +24,12 @@ from torch import Tensor
 from replayssm.errors import ContractError, TicketError
 from replayssm.ops import standard_
 from replayssm.ops.dispatch import choose
-from replayssm.ops.validation import check_admission, check_conv
+from replayssm.ops.validation import check_admission, check_conv, check_position
 from replayssm.ring import RingSpec
 from replayssm.slots import SlotRef, SlotTable, Status
 from replayssm.storage import StorageSpec
 from replayssm.ticket import Ticket, check_lengths, per_row
-from replayssm.types import Format, Impl
+from replayssm.types import Format, Impl, ReadDepth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -100,13 +100,14 @@ class VerifyPool(Protocol):
         ...
 
 
-class _WholeStates:
-    """Slots that hold several whole states each, one of which is the committed one.
+class WholeStates:
+    """Slots that hold one or several whole states each, one of which is the committed one.
 
     Args:
         layers: Geometry of the model's recurrent layers, in order.
         slots: Number of sequences that fit at once.
         max_block: Largest T of one block.
+        dtype: dtype of convolution inputs.
         impl: Implementation of the standard step.
         device: Where everything lives.
     """
@@ -117,6 +118,7 @@ class _WholeStates:
         slots: int,
         *,
         max_block: int = 1,
+        dtype: torch.dtype = torch.float32,
         impl: Impl | str = Impl.AUTO,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -128,7 +130,7 @@ class _WholeStates:
         self.places = places = self._places(max_block)
         self.device = torch.device(device)
         self.impl = choose(Impl(impl), self.device)
-        self.specs = tuple(StorageSpec(layer, Format.F32, self.ring) for layer in layers)
+        self.specs = tuple(StorageSpec(layer, Format.F32, self.ring, dtype) for layer in layers)
         # slot s owns the places s * places .. (s + 1) * places - 1
         self._states = [
             torch.zeros(slots * places, x.value_heads, x.value_dim, x.key_dim, device=self.device)
@@ -137,7 +139,9 @@ class _WholeStates:
         self._windows = [
             None
             if x.conv is None
-            else torch.zeros(slots, x.conv.width - 1, x.conv.channels, device=self.device)
+            else torch.zeros(
+                slots, x.conv.width - 1, x.conv.channels, dtype=dtype, device=self.device
+            )
             for x in layers
         ]
         self.device = self._states[0].device
@@ -153,6 +157,11 @@ class _WholeStates:
     def num_convs(self) -> int:
         """Layers with a convolution."""
         return sum(window is not None for window in self._windows)
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return len(self._slots)
 
     @property
     def num_free(self) -> int:
@@ -180,8 +189,7 @@ class _WholeStates:
         windows: Sequence[Tensor | None] | None = None,
     ) -> SlotRef:
         """Take a free slot and write a prefill state into it; as ``StatePool.admit_``."""
-        if position < 0:
-            raise ContractError("position", "a non-negative integer", position)
+        position = check_position(position)
         check_admission(self.specs, states, windows, self.device)
         ref = self._slots.take()
         self._current[ref.slot] = 0
@@ -201,18 +209,24 @@ class _WholeStates:
         return _Forward(tuple(refs), self._slots.plan(slots, counts), owner=self)
 
     def step_(
-        self, ticket: Ticket, layer: int, block: Block, *, out: Tensor | None = None
+        self,
+        ticket: Ticket,
+        layer: int,
+        block: Block,
+        *,
+        depth: ReadDepth | Sequence[ReadDepth] = ReadDepth.FULL,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Run one layer of an open forward; as ``StatePool.step_``.
 
-        Mutates places of the slots that hold no committed state, and ``out``. The block's tensors
-        are read again by the commit and must not change before it.
+        Mutates places of the slots that :meth:`_targets` names, and ``out``. The block's tensors
+        may be read again by the commit and must not change before it. ``depth`` has no meaning
+        here: there is one plane, and every step reads it.
         """
+        del depth
         forward = self._own(ticket)
         with ticket.turn(self._slots, ticket.stepped, layer, self.num_layers):
             plan = ticket.plan
-            first = self._current[plan.slots][:, None]
-            places = plan.slots[:, None] * self.places
             y = standard_(
                 self._states[layer],
                 self.specs[layer].layer,
@@ -220,7 +234,7 @@ class _WholeStates:
                 block,
                 impl=self.impl,
                 out=out,
-                targets=places + self._places_after(first, block.tokens),
+                targets=self._targets(plan, block.tokens),
             )
             forward.blocks[layer] = block
             return y
@@ -232,18 +246,21 @@ class _WholeStates:
         """Run one layer's convolution in an open forward; as ``StatePool.conv_``."""
         forward = self._own(ticket)
         with ticket.turn(self._slots, ticket.convolved, layer, self.num_layers):
-            check_conv(self.specs[layer], ticket.plan, x, weight, bias, self.device)
+            plan = ticket.plan
+            check_conv(self.specs[layer], plan, x, weight, bias, self.device)
             past = self._windows[layer]
             if past is None:
                 raise ContractError("layer", "a layer with a convolution", "one without")
-            inputs = torch.cat([past[ticket.plan.slots], x.float()], 1)
-            y = torch.zeros(x.shape, device=x.device) if bias is None else bias.float()
+            slots = torch.from_numpy(plan.slots.clip(min=0)).to(self.device)
+            inputs = torch.cat([past[slots], x.to(past.dtype)], 1)
+            y = torch.zeros(x.shape, device=x.device)
+            if bias is not None:
+                y += bias.float()
             for tap in range(weight.shape[1]):
-                y = y + weight[:, tap].float() * inputs[:, tap : tap + x.shape[1]]
+                y += weight[:, tap].float() * inputs[:, tap : tap + x.shape[1]].float()
             forward.inputs[layer] = inputs
-            is_real = np.arange(x.shape[1]) < ticket.plan.lengths[:, None]
-            mask = torch.from_numpy(is_real).to(x.device)
-            return torch.where(mask.unsqueeze(-1), y, 0.0).to(x.dtype)
+            mask = torch.from_numpy(np.arange(x.shape[1]) < plan.lengths[:, None])
+            return torch.where(mask.to(x.device).unsqueeze(-1), y, 0.0).to(x.dtype)
 
     def commit_(self, ticket: Ticket, num_accepted: Sequence[int | None] | int) -> None:
         """Keep the accepted entries of every row and close the forward; as ``StatePool.commit_``.
@@ -254,9 +271,8 @@ class _WholeStates:
         counts = per_row("num_accepted", num_accepted, len(ticket.refs))
         rows = ticket.accepted_rows(self._slots, counts)
         if ticket.is_complete(self.num_layers, self.num_convs):
-            accepted = np.zeros(len(ticket.refs), np.int64)
-            for slot, count in rows:
-                accepted[ticket.plan.slots == slot] = count
+            by_slot = dict(rows)
+            accepted = np.array([by_slot.get(s, 0) for s in ticket.plan.slots.tolist()], np.int64)
             self._keep_(forward, accepted)
             self._keep_windows(forward, accepted)
         ticket.close(self._slots, rows, self.num_layers, self.num_convs)
@@ -290,12 +306,13 @@ class _WholeStates:
         return replace(plan, slots=np.where(plan.slots < 0, -1, places), lengths=lengths)
 
     def _keep_windows(self, forward: _Forward, accepted: NDArray[np.int64]) -> None:
+        rows = np.flatnonzero(accepted)
+        slots = torch.from_numpy(forward.plan.slots[rows]).to(self.device)
         for layer, inputs in forward.inputs.items():
             past = self._windows[layer]
-            for row, slot in enumerate(forward.plan.slots):
-                if past is not None and slot >= 0 and accepted[row]:
-                    start = accepted[row]
-                    past[slot] = inputs[row, start : start + past.shape[1]]
+            if past is not None:
+                newest = accepted[rows, None] + np.arange(past.shape[1])
+                past[slots] = inputs[rows[:, None], newest]
 
     def _places(self, max_block: int) -> int:
         """Return how many states a slot has room for."""
@@ -304,8 +321,8 @@ class _WholeStates:
     def _moved_states(self, tokens: int, accepted: int) -> int:
         raise NotImplementedError
 
-    def _places_after(self, first: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
-        """Return where the state after each token goes, ``[B, T]``, from ``[B, 1]`` places."""
+    def _targets(self, plan: BlockPlan, tokens: int) -> NDArray[np.int64] | None:
+        """Return where the state after each token goes, ``[B, T]``; None is in place."""
         raise NotImplementedError
 
     def _keep_(self, forward: _Forward, accepted: NDArray[np.int64]) -> None:
@@ -313,7 +330,7 @@ class _WholeStates:
         raise NotImplementedError
 
 
-class SnapshotPool(_WholeStates):
+class SnapshotPool(WholeStates):
     """One state per entry: a verify writes T of them, the commit picks one."""
 
     def _places(self, max_block: int) -> int:
@@ -322,8 +339,9 @@ class SnapshotPool(_WholeStates):
     def _moved_states(self, tokens: int, accepted: int) -> int:
         return 1 + tokens
 
-    def _places_after(self, first: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
-        return (first + 1 + np.arange(tokens)) % self.places
+    def _targets(self, plan: BlockPlan, tokens: int) -> NDArray[np.int64]:
+        after = self._current[plan.slots][:, None] + 1 + np.arange(tokens)
+        return np.asarray(plan.slots[:, None] * self.places + after % self.places)
 
     def _keep_(self, forward: _Forward, accepted: NDArray[np.int64]) -> None:
         for slot, count in zip(forward.plan.slots, accepted, strict=True):
@@ -331,7 +349,7 @@ class SnapshotPool(_WholeStates):
                 self._current[slot] = (self._current[slot] + count) % self.places
 
 
-class RecomputePool(_WholeStates):
+class RecomputePool(WholeStates):
     """One checkpoint: a verify runs on a copy, the commit runs the accepted tokens again."""
 
     def _places(self, max_block: int) -> int:
@@ -340,8 +358,9 @@ class RecomputePool(_WholeStates):
     def _moved_states(self, tokens: int, accepted: int) -> int:
         return 2 if accepted in (0, tokens) else 4
 
-    def _places_after(self, first: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
-        return np.broadcast_to(1 - first, (len(first), tokens))
+    def _targets(self, plan: BlockPlan, tokens: int) -> NDArray[np.int64]:
+        other = plan.slots * self.places + 1 - self._current[plan.slots]
+        return np.broadcast_to(other[:, None], (len(other), tokens))
 
     def _keep_(self, forward: _Forward, accepted: NDArray[np.int64]) -> None:
         plan = forward.plan

@@ -6,7 +6,7 @@ Its generation moves on at every release, so a name that outlived its tenancy is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -41,10 +41,17 @@ _REFUSALS = {
 
 @dataclass(frozen=True, slots=True)
 class SlotRef:
-    """Name of one tenancy of a slot; it goes stale when the slot is released."""
+    """Name of one tenancy of a slot; it goes stale when the slot is released.
+
+    Attributes:
+        slot: Which.
+        generation: Which tenancy of it.
+        owner: What stands for the table that handed it out; other tables refuse the name.
+    """
 
     slot: int
     generation: int
+    owner: object = field(repr=False)
 
 
 class SlotTable:
@@ -58,6 +65,7 @@ class SlotTable:
 
     def __init__(self, slots: int, ring: RingSpec) -> None:
         self.ring = ring
+        self._key = object()  # not the table itself, which a name that is kept would keep alive
         self.base, self.folded, self.committed = (np.zeros(slots, np.int64) for _ in range(3))
         self._generation = np.zeros(slots, np.int64)
         self._status = np.full(slots, Status.FREE, np.int8)
@@ -77,7 +85,7 @@ class SlotTable:
             raise CapacityError(f"no free slot: all {len(self)} are taken; release some first")
         slot = self._free.pop()
         self._status[slot] = Status.LIVE
-        return SlotRef(slot, int(self._generation[slot]))
+        return SlotRef(slot, int(self._generation[slot]), self._key)
 
     def release(self, ref: SlotRef) -> None:
         """Take a slot back, whatever state it is in, and make every name of it stale."""
@@ -94,13 +102,13 @@ class SlotTable:
         """Return the slot index, or say why the slot may not be used now.
 
         Raises:
-            SlotError: The slot is unknown, its name is stale, or its status is not allowed.
+            SlotError: Another pool handed the name out, it is stale, or the status is not allowed.
         """
         if not isinstance(ref, SlotRef):
             raise ContractError("refs", "names handed out by the pool", ref)
         slot = ref.slot
-        if not 0 <= slot < len(self):
-            raise SlotError(f"slot {slot}: expected 0 to {len(self) - 1}")
+        if ref.owner is not self._key:
+            raise SlotError(f"slot {slot}: this name was handed out by another pool")
         status = Status(self._status[slot])
         if self.is_stale(ref) or status is Status.FREE:
             raise SlotError(f"slot {slot}: this name is stale, the slot was released since")

@@ -40,6 +40,9 @@ from replayssm.types import Block, Format, Impl, LayerSpec, ReadDepth
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 class StatePool:
     """Slots that hold the recurrent state of sequences served by one model.
@@ -143,10 +146,10 @@ class StatePool:
         check_admission(self.specs, states, windows, self.device, finite=self.debug)
         ref = self._slots.take()
         for i, store in enumerate(self.stores):
-            layer = store.spec.layer
-            shape = (layer.value_heads, layer.value_dim, layer.key_dim)
-            state = torch.zeros(shape, device=self.device) if states is None else states[i]
-            reference.admit_(store, ref.slot, state)
+            if states is None:
+                reference.clear_(store, ref.slot)
+            else:
+                reference.admit_(store, ref.slot, states[i])
             if store.conv is not None:
                 conv.admit_(store, ref.slot, position, None if windows is None else windows[i])
         self._slots.set_counts(ref.slot, position, position, position)
@@ -263,8 +266,15 @@ class StatePool:
         rows = ticket.accepted_rows(self._slots, counts)
         if ticket.is_complete(self.num_layers, self.num_convs):
             for store in self.stores:
-                compact_(store, ticket.plan, kept)
+                compact_(store, ticket.plan, kept, impl=self.impl)
         ticket.close(self._slots, rows, self.num_layers, self.num_convs)
+
+    def settle_(
+        self, ticket: Ticket, folded: NDArray[np.int64], committed: NDArray[np.int64]
+    ) -> None:
+        """Close a ticket whose forwards a device ran by itself; see :meth:`Ticket.settle`."""
+        ticket.check_owner(self)
+        ticket.settle(self._slots, folded, committed)
 
     def crop_(self, refs: Sequence[SlotRef], tokens: Sequence[int] | int) -> None:
         """Take back the newest committed entries of slots: their counts move, nothing else does.

@@ -138,6 +138,27 @@ class Ticket:
         elif any(accepted for _, accepted in rows):
             raise TicketError("no layer ran in this forward; it was closed and nothing was changed")
 
+    def settle(
+        self, table: SlotTable, folded: NDArray[np.int64], committed: NDArray[np.int64]
+    ) -> None:
+        """Spend a ticket under which a device ran forwards and moved the counts itself.
+
+        Args:
+            table: The slots of the pool.
+            folded: ``[B]`` where the planes of the rows are.
+            committed: ``[B]`` where the rows stand.
+
+        Raises:
+            SlotError: A slot was released meanwhile; nothing changed.
+        """
+        live = [(row, ref) for row, ref in enumerate(self.refs) if ref is not None]
+        slots = [table.check(ref, Status.OPEN) for _, ref in live]
+        self.is_spent = True
+        table.mark(slots, Status.LIVE)
+        for slot, (row, _) in zip(slots, live, strict=True):
+            base = table.counts(slot)[0]
+            table.set_counts(slot, base, int(folded[row]), int(committed[row]))
+
 
 def per_row(name: str, values: Sequence[int | None] | int, rows: int) -> list[int | None]:
     """Return one integer a row, from one number for all rows or any sequence of integers.

@@ -6,8 +6,9 @@ length. Everything that decides the meaning of the bytes is in the schema and is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import io
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,6 +45,13 @@ class SlotImage:
     committed: int
     oldest: int
     layers: tuple[dict[str, Tensor], ...]
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        # pickle knows no uint16 tensors, torch's own format does
+        blob = io.BytesIO()
+        torch.save(self.layers, blob)
+        own = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "layers"}
+        return _unpickled, (own, blob.getvalue())
 
     def check_fits(self, specs: tuple[StorageSpec, ...]) -> None:
         """Refuse a pool in which these bytes would mean something else."""
@@ -92,6 +100,10 @@ class SlotImage:
                 if x is None or tuple(x.shape) != own or x.dtype != dtype:
                     got = "nothing" if x is None else f"{x.dtype} {tuple(x.shape)}"
                     raise ContractError(f"image layer {i} {name}", f"{dtype} {own}", got)
+
+
+def _unpickled(own: dict[str, Any], layers: bytes) -> SlotImage:
+    return SlotImage(**own, layers=torch.load(io.BytesIO(layers), weights_only=True))
 
 
 def read_slot(

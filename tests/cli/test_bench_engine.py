@@ -52,7 +52,21 @@ def test_moves_need_a_second_engine(run):
     assert "cannot" in found["error"]
 
 
-@pytest.mark.parametrize("wrong", [("--path", "nope"), ("--routing", "missing.json")])
+def test_the_bundled_model_drafts_and_changes_no_token(run, tmp_path):
+    texts = []
+    for options in ((), ("--drafter", "model", "--draft-tokens", 3)):
+        code, _ = run("--engines", 2, *options)
+        assert code in (ExitCode.OK, ExitCode.INCONCLUSIVE)
+        texts.append(json.loads((tmp_path / "out" / "result.json").read_text()))
+    plain, drafted = texts
+    assert plain["summary"]["use"]["acceptance_rate"] is None
+    assert 0 < drafted["summary"]["use"]["acceptance_rate"] <= 1
+    assert plain["total_output_tokens"] == drafted["total_output_tokens"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--path", "nope"), ("--routing", "missing.json"), ("--drafter", "oracle")]
+)
 def test_wrong_options_are_refused(run, wrong):
     code, found = run(*wrong)
     assert (code, found["exit_code"]) == (ExitCode.USAGE, 2)

@@ -187,3 +187,20 @@ def tiny_scope() -> plan.Scope:
         buckets=(64, 320), text_rows=2, probes=((320, 1),), block=4,
         drafts=(1,), draft_rows=2, draft_prompt=32, draft_tokens=33, verify_batch=2, rollbacks=60,
     )  # fmt: skip
+
+
+def test_tune_says_what_it_lacks(run, tmp_path, monkeypatch):
+    from replayssm.ops import dispatch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, err = run("tune", "--out", str(tmp_path))
+    assert (code, out) == (ExitCode.FAILURE, "")
+    assert "no GPU here" in err
+    monkeypatch.setattr(dispatch, "_is_interpreted", lambda: False)
+    code, _, err = run("tune", "--out", str(tmp_path), "--device", "cpu")
+    assert code == ExitCode.FAILURE
+    assert "needs a GPU's tensors, not cpu" in err
+    code, _, err = run("tune", "--out", str(tmp_path / "none"))
+    assert code == ExitCode.USAGE
+    assert "a folder that exists" in err
+    assert not list(tmp_path.iterdir())

@@ -33,7 +33,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 def calls(name: str, fmt: str, tokens: int, depth: ReadDepth) -> dict[str, object]:
     """Return one launch of every kernel by its name, at batch 64, on tensors that hold nothing."""
     from replayssm.ops.triton.host import fold_call, step_calls
-    from replayssm.ops.triton.others import conv_call, standard_call
+    from replayssm.ops.triton.others import advance_call, compact_call, conv_call, standard_call
     from replayssm.ops.triton.plan import device_plan
 
     at, device, rows = LAYERS[name], torch.device("meta"), 64
@@ -56,11 +56,13 @@ def calls(name: str, fmt: str, tokens: int, depth: ReadDepth) -> dict[str, objec
         *step_calls(store, plan, block, empty(*value)),
         fold_call(store, plan),
         standard_call(store.high, at, plan, block, empty(*value)),
+        advance_call(plan, ring, torch.empty(rows, dtype=torch.int64, device=device)),
+        compact_call(store, plan, torch.empty(rows, tokens, dtype=torch.int64, device=device)),
     ]
     if at.conv is not None:
         x = empty(at.conv.channels)
         weight = torch.empty(at.conv.channels, at.conv.width, device=device)
-        made.append(conv_call(store, plan, x, weight, None, torch.empty_like(x)))
+        made.append(conv_call(store.conv, plan, x, weight, None, torch.empty_like(x)))
     return {call.kernel.fn.__name__: call for call in made}
 
 

@@ -17,7 +17,7 @@ from replayssm.models.mamba2 import Mamba2Adapter, time_step  # noqa: E402
 from replayssm.models.registry import ADAPTERS, recognise, refusal  # noqa: E402
 from replayssm.ops import standard_  # noqa: E402
 from replayssm.ring import BlockPlan  # noqa: E402
-from replayssm.types import Decay, Impl, LayerSpec, Write  # noqa: E402
+from replayssm.types import Block, Decay, Impl, LayerSpec, Write  # noqa: E402
 
 B, K, V = 2, 6, 5
 MAMBA2 = LayerSpec(Write.ADDITIVE, Decay.SCALAR, 2, 4, K, V)
@@ -211,3 +211,48 @@ def test_ordinary_modules_are_neither_served_nor_refused():
     for module in (torch.nn.Linear(2, 2), torch.nn.LayerNorm(2), torch.nn.Conv1d(2, 2, 2)):
         assert recognise(module) is None
         assert refusal(module) is None
+
+
+def run_raw(adapter, site, arguments, spec, state):
+    """The same from raw arguments, with what kernels do inside done here in torch."""
+    raw, inside = adapter.raw_block(site, arguments, spec)
+    q, k, g, w = raw.q, raw.k, raw.g, raw.w
+    if inside.get("gates") == "dt":
+        w = torch.nn.functional.softplus(g + inside["bias"])
+        g = -inside["rate"] * w
+    if inside.get("norm"):
+        q, k = (x * torch.rsqrt((x * x).sum(-1, True) + inside["norm_eps"]) for x in (q, k))
+    block = Block(q * inside.get("q_scale", 1.0), k, raw.v, g, w)
+    own, rows, zero = adapter.from_model(state).clone(), np.arange(B), np.zeros(B, np.int64)
+    plan = BlockPlan(rows, zero, zero, zero, np.full(B, block.tokens, np.int64))
+    y = standard_(own, spec, plan, block, impl=Impl.REFERENCE)
+    if inside.get("skip") is not None:
+        y = y + inside["skip"].unsqueeze(-1) * raw.v
+    if inside.get("z") is not None:
+        y = y * torch.nn.functional.silu(inside["z"])
+    return adapter.finish_raw(site, arguments, y, "state"), adapter.to_model(own)
+
+
+@pytest.mark.parametrize("changes", [{}, {"z": randn(B, 4, V, seed=7)}, {"D": None}], ids=str)
+def test_a_raw_mamba2_block_says_all_that_is_done_inside(changes):
+    adapter, arguments = Mamba2Adapter(), mamba2_arguments(**changes)
+    state = randn(B, MAMBA2.value_heads, V, K, seed=8)
+    got, want = (f(adapter, adapter.step, arguments, MAMBA2, state) for f in (run_raw, run))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("changes", [{"dt_softplus": False}, {"dt_bias": None}], ids=str)
+def test_mamba2_without_what_kernels_do_has_no_raw_block(changes):
+    adapter = Mamba2Adapter()
+    assert adapter.raw_block(adapter.step, mamba2_arguments(**changes), MAMBA2) is None
+
+
+@pytest.mark.parametrize(("adapter", "spec"), [(GdnAdapter(), GDN), (KdaAdapter(), KDA)])
+@pytest.mark.parametrize("changes", [{}, {"use_qk_l2norm_in_kernel": False}, {"scale": 0.3}])
+def test_a_raw_delta_block_says_all_that_is_done_inside(adapter, spec, changes):
+    arguments = delta_arguments(spec, heads=spec.value_heads, **changes)
+    state = randn(B, spec.value_heads, K, V, seed=8)
+    got, want = (f(adapter, adapter.chunk, arguments, spec, state) for f in (run_raw, run))
+    (y, handed), after = got
+    torch.testing.assert_close((y, after), (want[0][0], want[1]))
+    assert handed == want[0][1] == "state"

@@ -248,7 +248,7 @@ class Platform:
     """What the kernel files ask of vLLM's platform: an NVIDIA device, not Blackwell."""
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return lambda *args: name in {"is_cuda", "is_cuda_alike"}
+        return lambda *args, **kwargs: name in {"is_cuda", "is_cuda_alike"}
 
 
 def device_file_name() -> str:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from replayssm.cli import engines as served
 from replayssm.cli import load_options as options
 from replayssm.cli import load_output, load_progress, trace
 from replayssm.cli.output import MODEL_HELP, make_folder, quiet_transformers, use_threads
-from replayssm.errors import ContractError
-from replayssm.types import Format, ReadDepth
+from replayssm.types import ReadDepth
 
 if TYPE_CHECKING:
     from replayssm.engine.engine import Engine
     from replayssm.engine.request import Request
-    from replayssm.engine.routing import Routing
     from replayssm.evaluate.subject import Subject
     from replayssm.traffic.energy import Energy
     from replayssm.traffic.run import Run, Settings, Watch
@@ -27,14 +25,6 @@ if TYPE_CHECKING:
     from replayssm.traffic.trace import Trace
 
 Model = Annotated[str, typer.Option(help=MODEL_HELP)]
-RoutingFile = Annotated[
-    Path | None, typer.Option("--routing", help="routing.json: how cohorts are served.")
-]
-StatePath = Annotated[str, typer.Option("--path", help="standard or replay, without a routing.")]
-State = Annotated[Format | None, typer.Option(help="State format.", show_default="s32")]
-Read = Annotated[ReadDepth, typer.Option(help="Planes that a step reads, without a routing.")]
-Slots = Annotated[int, typer.Option(min=1, help="Sequences in memory at once, of each engine.")]
-Context = Annotated[int, typer.Option(min=2, help="Most tokens of one sequence.")]
 Engines = Annotated[int, typer.Option(min=1, help="Engines; with two, sequences can move.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads.", show_default="all cores")]
 
@@ -42,12 +32,14 @@ Threads = Annotated[int | None, typer.Option(min=1, help="Threads.", show_defaul
 def engine(
     path: trace.TracePath,
     model: Model = "gdn-tiny",
-    routing: RoutingFile = None,
-    way: StatePath = "replay",
-    state: State = None,
-    read: Read = ReadDepth.FULL,
-    slots: Slots = 16,
-    context: Context = 2048,
+    routing: served.RoutingFile = None,
+    way: served.StatePath = "replay",
+    state: served.State = None,
+    read: served.Read = ReadDepth.FULL,
+    drafter: served.Drafter = None,
+    draft_tokens: served.DraftTokens = 4,
+    slots: served.Slots = 16,
+    context: served.Context = 2048,
     engines: Engines = 1,
     threads: Threads = None,
     goodput: options.Goodput = None,
@@ -74,17 +66,17 @@ def engine(
     settings = Settings(num_warmups, warmup_s, max_concurrency, drain_s)
     make_folder("--result-dir", result_dir)
     quiet_transformers()
-    subject, rules = _subject(model), _rules(routing)
+    service = served.Service(routing, way, read, drafter, draft_tokens, state, slots, context)
+    subject = _subject(model)
     config = {
-        "routing": routing and routing.name, "path": way, "state": state, "read": read,
-        "slots": slots, "context": context, "engines": engines, **asdict(settings),
+        **asdict(service), "routing": routing and routing.name, "engines": engines,
+        **asdict(settings),
     }  # fmt: skip
     about = About("replayssm", subject.name, label, config, kept, options.manifest(seed))
-    with ExitStack() as stack, load_progress.choose(quiet, len(load.requests)) as watch:
-        made = [
-            stack.enter_context(_engine(subject, rules, way, state, read, slots, context))
-            for _ in range(engines)
-        ]
+    with (
+        load_progress.choose(quiet, len(load.requests)) as watch,
+        served.engines(subject, service, engines) as made,
+    ):
         ran, used = asyncio.run(_drive(load, made, subject, settings, seed, watch))
     load_output.finish(ran, load, limits, used, about, result_dir, as_json=as_json)
 
@@ -119,39 +111,7 @@ async def _drive(
         await target.close()
 
 
-def _engine(
-    subject: Subject,
-    rules: Routing | None,
-    way: str,
-    state: Format | None,
-    read: ReadDepth,
-    slots: int,
-    context: int,
-) -> Engine:
-    from replayssm.engine.engine import MAX_DRAFTS, Engine
-    from replayssm.engine.request import PATHS, Limits, Route
-    from replayssm.ring import RingSpec
-
-    if way not in PATHS:
-        raise ContractError("--path", f"one of {', '.join(PATHS)}", way)
-    fixed = Route(path=way, depth=read)
-    found = Format.S32 if rules is None or rules.state is None else rules.state
-    return Engine(
-        subject.model,
-        Limits(slots=slots, context=context),
-        state=found if state is None else state,
-        ring=RingSpec(max_block=MAX_DRAFTS + 1) if rules is None else rules.ring,
-        router=(lambda _: fixed) if rules is None else rules,
-    )
-
-
 def _subject(model: str) -> Subject:
     from replayssm.evaluate.subject import load
 
     return load(model)
-
-
-def _rules(routing: Path | None) -> Routing | None:
-    from replayssm.engine.routing import Routing
-
-    return None if routing is None else Routing.load(routing)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from replayssm.traffic.slo import Slo
     from replayssm.traffic.summary import Distribution, Group, Summary
     from replayssm.traffic.trace import Trace
+    from replayssm.traffic.use import Use
 
 NAMES = {
     "ttft": "TTFT",
@@ -43,7 +44,7 @@ def finish(
     from replayssm.traffic import result
     from replayssm.traffic.summary import summarise
 
-    summary = summarise(run.records, limits)
+    summary = summarise(run.records, limits, run.samples)
     document = result.document(run, summary, load, energy, about)
     result.write(folder, run, document)
     code = ExitCode.OK
@@ -100,6 +101,8 @@ def show(summary: Summary, energy: Energy, folder: Path) -> None:
             for slo in summary.limits
         )
         out.print(f"limits kept: {kept}; all: {_share(total.slo.share)} of {total.slo.judged:,}")
+    if summary.use is not None:
+        out.print(_use(summary.use))
     if energy.joules is None:
         out.print(f"energy: not measured ({energy.why_not})", style="dim")
     else:
@@ -146,6 +149,23 @@ def _cohort(name: str, group: Group) -> tuple[str, ...]:
         f"{group.slo.goodput:.2f}",
         _share(group.slo.share),
     )
+
+
+def _use(use: Use) -> str:
+    """Return what a run used, in one line of what the target told."""
+    words = []
+    if use.memory_per_sequence is not None:
+        words.append(f"{use.memory_per_sequence / (1 << 20):.2f} MiB a sequence")
+    if use.effective_batch is not None:
+        words.append(f"{use.effective_batch:.1f} rows a decode forward")
+    if use.flushes is not None and use.flushing_share is not None:
+        cost = f"{_number(use.flushing_ms)} ms, {_number(use.plain_ms)} ms without"
+        words.append(f"{use.flushes:,} flushes in {use.flushing_share:.0%} of them ({cost})")
+    if use.acceptance_rate is not None:
+        words.append(f"{use.acceptance_rate:.0%} of the drafts accepted")
+    if use.evictions is not None:
+        words.append(f"{use.evictions:,} evictions")
+    return f"used: {', '.join(words)}"
 
 
 def _number(value: float | None) -> str:

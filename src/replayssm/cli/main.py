@@ -19,6 +19,7 @@ from replayssm.cli import (
     report,
     serve,
     trace,
+    tune,
 )
 from replayssm.cli.output import ExitCode, code_of, report_error
 from replayssm.errors import ReplayError
@@ -43,6 +44,7 @@ app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
 app.command("drill")(drill.drill)
 app.command("plan-memory")(plan_memory.plan_memory)
+app.command("tune")(tune.tune)
 app.command("env")(env.env)
 app.add_typer(trace.app, name="trace")
 app.add_typer(bench.app, name="bench")

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PLAIN_WIDTH = 120
-# progress where there is no terminal
-LINE_EVERY_S = 10.0
 
 
 class ExitCode(IntEnum):

@@ -5,32 +5,48 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING
-
-from replayssm.errors import ReplayError
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from replayssm.engine.engine import Engine
-    from replayssm.engine.request import Event
-
-    Work = Callable[[Engine], None]
+    from collections.abc import Callable, Sequence
 
 LOG = logging.getLogger("replayssm.engine")
+EventT = TypeVar("EventT", covariant=True)
 
 
-class EngineHost:
+class Steppable(Protocol[EventT]):
+    """An engine, or several of them behind one front."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a step would have nothing to do."""
+        ...
+
+    def step(self) -> Sequence[EventT]:
+        """Run one iteration."""
+        ...
+
+
+class EngineHost(Generic[EventT]):
     """Steps an engine as long as it has something to do. Only its thread touches the engine.
 
     Args:
         engine: The engine; nobody else may use it from now on.
         deliver: Called in the thread with the events of every step.
+        fail: Called in the thread with what a step or a piece of work raised; that ends it.
+
+    Attributes:
+        failure: What ended the thread, if something did.
     """
 
-    def __init__(self, engine: Engine, deliver: Callable[[list[Event]], None]) -> None:
-        self._engine, self._deliver = engine, deliver
-        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+    def __init__(
+        self,
+        engine: Steppable[EventT],
+        deliver: Callable[[Sequence[EventT]], None],
+        fail: Callable[[BaseException], None] = lambda _: None,
+    ) -> None:
+        self._engine, self._deliver, self._fail = engine, deliver, fail
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self.failure: BaseException | None = None
         self._thread.start()
@@ -40,8 +56,8 @@ class EngineHost:
         """Whether the engine is being stepped."""
         return self._thread.is_alive()
 
-    def do(self, work: Work) -> None:
-        """Have something done between two steps; what it raises on purpose is only logged."""
+    def do(self, work: Callable[[], None]) -> None:
+        """Have something done between two steps."""
         self._inbox.put(work)
 
     def close(self) -> None:
@@ -52,15 +68,15 @@ class EngineHost:
     def _serve(self) -> None:
         try:
             while self._work():
-                events = self._engine.step()
-                if events:
+                if events := self._engine.step():
                     self._deliver(events)
         except BaseException as error:
             self.failure = error
             LOG.exception("the engine stopped")
+            self._fail(error)
 
     def _work(self) -> bool:
-        """Do everything in the inbox, waiting while the engine is idle; False ends the thread."""
+        """Do what is in the inbox, waiting while the engine is idle; False ends the thread."""
         while True:
             try:
                 work = self._inbox.get(block=self._engine.is_idle)
@@ -68,7 +84,4 @@ class EngineHost:
                 return True
             if work is None:
                 return False
-            try:
-                work(self._engine)
-            except ReplayError as error:
-                LOG.warning("refused: %s", error)
+            work()

@@ -177,6 +177,11 @@ _OWN = {
     "steps_total": ("counter", "Steps that ran a forward."),
     "step_seconds_total": ("counter", "Time in steps."),
     "forward_seconds_total": ("counter", "Time in forwards of the model."),
+    "decode_forwards_total": ("counter", "Decode forwards."),
+    "decode_rows_total": ("counter", "Rows of all decode forwards."),
+    "decode_seconds_total": ("counter", "Time in decode forwards."),
+    "flushing_forwards_total": ("counter", "Decode forwards in which some fold was due."),
+    "flushing_seconds_total": ("counter", "Time in those."),
     "used_bytes": ("gauge", "Bytes of the seats that are taken."),
     "allocated_bytes": ("gauge", "Bytes allocated for seats."),
 }

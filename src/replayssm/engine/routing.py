@@ -82,10 +82,14 @@ class Routing:
         return {name: row.tolerance for name, row in rows if row.tolerance is not None}
 
     @property
+    def routes(self) -> tuple[Route, ...]:
+        """Every route that a request can get."""
+        return (self.default, *(row.route for row in self.cohorts.values()))
+
+    @property
     def ring(self) -> RingSpec:
         """Ring sizes that serve every route of the file."""
-        routes = [self.default, *(row.route for row in self.cohorts.values())]
-        most = max(route.draft_tokens for route in routes)
+        most = max(route.draft_tokens for route in self.routes)
         window = RingSpec().window if self._window is None else self._window
         return RingSpec(window=window, max_block=most + 1)
 

@@ -197,8 +197,14 @@ class Runner:
                 cohorts=tuple(sequence.request.cohort for sequence in sequences),
             )
         )
-        count(self._stats.forwards, kind)
-        self._stats.forward_seconds += self._clock.now() - started
+        stats, seconds = self._stats, self._clock.now() - started
+        count(stats.forwards, kind)
+        stats.forward_seconds += seconds
+        if kind == "decode":
+            stats.decode_rows += len(sequences)
+            stats.decode_seconds += seconds
+            stats.flushing_forwards += flushes > 0
+            stats.flushing_seconds += seconds if flushes else 0.0
 
 
 def due_folds(plan: BlockPlan, ring: RingSpec) -> int:

@@ -16,7 +16,7 @@ from replayssm.engine.request import Request
 from replayssm.errors import CapacityError, ReplayError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from replayssm.engine.engine import Engine
     from replayssm.engine.request import Event
@@ -47,7 +47,8 @@ class Server:
         self._news: dict[str, News] = {}
         self._metrics = Metrics(model)
         self._loop = asyncio.get_running_loop()
-        self._host = EngineHost(engine, self._deliver)
+        # from here on its thread alone touches the engine: in _submit, _cancel and the like
+        self._host: EngineHost[Event] = EngineHost(engine, self._deliver)
 
     def application(self) -> web.Application:
         """Return the application; it stops the engine's thread when it is cleaned up."""
@@ -120,7 +121,7 @@ class Server:
             sampling=asked.sampling,
             stop_tokens=asked.stop_tokens,
         )
-        self._host.do(lambda engine: self._submit(engine, request))
+        self._host.do(lambda: self._submit(request))
         is_over = False
         try:
             while not is_over:
@@ -138,20 +139,20 @@ class Server:
         finally:
             del self._news[name]
             if not is_over:
-                self._host.do(lambda engine: self._cancel(engine, name))
+                self._host.do(lambda: self._cancel(name))
 
-    def _submit(self, engine: Engine, request: Request) -> None:
+    def _submit(self, request: Request) -> None:
         try:
-            engine.submit(request)
-            self._metrics.submitted(request.id, engine.clock.now())
+            self._engine.submit(request)
+            self._metrics.submitted(request.id, self._engine.clock.now())
         except ReplayError as error:
             self._tell(request.id, error)
 
-    def _cancel(self, engine: Engine, name: str) -> None:
-        if name in engine.live():
-            engine.cancel(name)
+    def _cancel(self, name: str) -> None:
+        if name in self._engine.live():
+            self._engine.cancel(name)
 
-    def _deliver(self, events: list[Event]) -> None:
+    def _deliver(self, events: Sequence[Event]) -> None:
         self._metrics.record(events)
         by_request: dict[str, list[Event]] = {}
         for event in events:
@@ -175,8 +176,8 @@ class Server:
     async def _show_metrics(self, _: web.Request) -> web.Response:
         text: asyncio.Future[str] = self._loop.create_future()
 
-        def render(engine: Engine) -> None:
-            shown = self._metrics.render(engine.stats())
+        def render() -> None:
+            shown = self._metrics.render(self._engine.stats())
             self._loop.call_soon_threadsafe(text.set_result, shown)
 
         self._host.do(render)

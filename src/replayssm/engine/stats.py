@@ -33,6 +33,10 @@ class EngineStats:
         shadows_dropped: Shadows given up before their request ended, for want of room or with it.
         swapped_bytes: Bytes of all images that were swapped out.
         forward_seconds: Time in forwards of the model.
+        decode_rows: Rows of all decode forwards.
+        decode_seconds: Time in decode forwards.
+        flushing_forwards: Decode forwards in which some fold was due.
+        flushing_seconds: Time in those.
         step_seconds: Time in steps.
         acceptance: Acceptance by cohort.
         running: Requests that hold a seat.
@@ -64,6 +68,10 @@ class EngineStats:
     shadows_dropped: int = 0
     swapped_bytes: int = 0
     forward_seconds: float = 0.0
+    decode_rows: int = 0
+    decode_seconds: float = 0.0
+    flushing_forwards: int = 0
+    flushing_seconds: float = 0.0
     step_seconds: float = 0.0
     acceptance: dict[str, AcceptanceStats] = field(default_factory=dict)
     running: int = 0
@@ -72,6 +80,11 @@ class EngineStats:
     used: float = 0.0
     used_bytes: int = 0
     allocated_bytes: int = 0
+
+    @property
+    def decode_forwards(self) -> int:
+        """Decode forwards."""
+        return self.forwards.get("decode", 0)
 
     @property
     def drafted(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -17,14 +17,16 @@ from replayssm.engine.speculative import (
     NgramDrafter,
     SpeculativeSession,
 )
+from replayssm.errors import UnsupportedError
 from replayssm.evaluate.arms import Arm
 from replayssm.evaluate.session import Session, enabled
 from replayssm.integrations.speculation import Decoder, Verifier
 from replayssm.models import tiny
+from replayssm.ring import RingSpec
 from replayssm.types import Format, ReadDepth
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
@@ -37,6 +39,20 @@ LOOKUP, TREE, MODEL = "prompt lookup", "lookup tree", "draft model"
 TREE_WIDTH = 3
 DRAFT_MODEL = "draft-tiny"
 DRAFT_ARM = Arm("draft", "replay", Format.S32, ReadDepth.FULL, "the draft model's own state")
+
+
+class Drafting(Protocol):
+    """What a route or a variant says of drafts."""
+
+    @property
+    def drafter(self) -> str | None:
+        """Name of what proposes them."""
+        ...
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most of them a round."""
+        ...
 
 
 @dataclass(slots=True)
@@ -139,6 +155,30 @@ def drafting(name: str, limit: int, window: int) -> Iterator[Callable[[], Drafte
     else:
         with enabled(tiny.load(DRAFT_MODEL), DRAFT_ARM, window=window) as handle:
             yield lambda: ModelDrafter(_draft_model(handle, limit))
+
+
+@contextmanager
+def engine_drafters(
+    subject: Subject, routes: Iterable[Drafting]
+) -> Iterator[dict[str, Callable[[], Drafter]]]:
+    """Give an engine the drafters that its routes ask for and that it does not have by itself.
+
+    The bundled draft model is loaded if a route drafts with it. Its caches, one a sequence, lie
+    outside of any engine's memory limit.
+
+    Raises:
+        UnsupportedError: It is asked for and cannot draft for this model, or is not installed.
+    """
+    limit = max((x.draft_tokens for x in routes if x.drafter == "model"), default=0)
+    if not limit:
+        yield {}
+        return
+    if MODEL not in drafters(subject):
+        raise UnsupportedError(
+            f"drafter 'model' for {subject.name}: {DRAFT_MODEL} drafts bytes, where it is installed"
+        )
+    with drafting(MODEL, limit, RingSpec().window) as make:
+        yield {"model": make}
 
 
 def _draft_model(handle: Enabled, limit: int) -> DraftModel:

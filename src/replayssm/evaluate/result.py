@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
-
 from replayssm.errors import ContractError
 from replayssm.evaluate.bottleneck import BottleneckResult
 from replayssm.evaluate.compatibility import CompatibilityResult
+from replayssm.evaluate.document import Document
 from replayssm.evaluate.manifest import Manifest
 from replayssm.evaluate.plan import Plan
 from replayssm.evaluate.precision import PrecisionResult
@@ -55,12 +54,12 @@ class Result:
     warnings: tuple[str, ...] = ()
 
 
-_ADAPTER = TypeAdapter(Result)
+_DOCUMENT = Document(Result, SCHEMA_VERSION, "a result file")
 
 
 def dump(result: Result) -> str:
     """Return a result as JSON."""
-    return _ADAPTER.dump_json(result, indent=1).decode()
+    return _DOCUMENT.dump(result)
 
 
 def parse(text: str) -> Result:
@@ -69,14 +68,7 @@ def parse(text: str) -> Result:
     Raises:
         ContractError: The text is not a result, or its plan does not match the digest.
     """
-    try:
-        result = _ADAPTER.validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ContractError("result", "a result file", f"{where}: {first['msg']}") from error
-    if result.schema_version != SCHEMA_VERSION:
-        raise ContractError("schema_version", str(SCHEMA_VERSION), result.schema_version)
+    result = _DOCUMENT.parse(text)
     if result.plan.digest != result.plan_digest:
         raise ContractError("plan_digest", result.plan.digest, result.plan_digest)
     return result
@@ -84,7 +76,7 @@ def parse(text: str) -> Result:
 
 def schema() -> dict[str, object]:
     """Return the JSON schema of a result file."""
-    return _ADAPTER.json_schema()
+    return _DOCUMENT.schema()
 
 
 def write(result: Result, folder: Path) -> Path:

@@ -7,7 +7,6 @@ one block may lie in different pools. It knows nothing of requests.
 from __future__ import annotations
 
 import inspect
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from replayssm.ticket import Ticket
     from replayssm.types import Block, ReadDepth
 
-_USERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
 
 def acquire(model: nn.Module) -> Enabled:
     """Return the handle of a model, enabling it for its first user; :func:`release` gives it back.
@@ -45,19 +42,23 @@ def acquire(model: nn.Module) -> Enabled:
     handle: Enabled | None = getattr(model, "_replayssm_enabled", None)
     if handle is None:
         handle = enable(model)
-    elif handle not in _USERS:
+    elif not handle.users:
         raise ContractError("model", "one that is not enabled", "an enabled one", "disable() it")
-    _USERS[handle] = _USERS.get(handle, 0) + 1
+    handle.users += 1
     return handle
 
 
 def release(handle: Enabled) -> None:
-    """Drop one use of a handle; the last one disables the model."""
-    _USERS[handle] -= 1
-    if not _USERS[handle]:
-        del _USERS[handle]
-        if handle.active:
-            disable(handle.model)
+    """Drop one use of a handle; the last one disables the model.
+
+    Raises:
+        ContractError: It was not acquired, or was given back already.
+    """
+    if not handle.users:
+        raise ContractError("handle", "one in use", "one that was given back")
+    handle.users -= 1
+    if not handle.users and handle.active:
+        disable(handle.model)
 
 
 class SlotPool(Protocol):

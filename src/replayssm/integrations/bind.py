@@ -11,10 +11,10 @@ from replayssm.integrations.layer import BoundLayer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from replayssm.integrations.transformers import Enabled
+    from replayssm.integrations.handle import Handle
 
 
-def bind(handle: Enabled, cache: Any, tokens: int) -> CacheBinding:  # noqa: ANN401 - transformers' Cache
+def bind(handle: Handle, cache: Any, tokens: int) -> CacheBinding:  # noqa: ANN401 - transformers' Cache
     """Return the binding of a cache, binding it first if this is its first forward.
 
     Args:

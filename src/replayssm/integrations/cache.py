@@ -29,7 +29,7 @@ from replayssm.errors import (
     UnsupportedError,
 )
 from replayssm.integrations import crop as cropping
-from replayssm.integrations.forward import Forward
+from replayssm.integrations.forward import Forward, run_step
 from replayssm.integrations.hooks import Call, StateHook
 from replayssm.integrations.layer import bind_layer, unbind_layer
 from replayssm.integrations.layout import from_layers, model_convs, model_states
@@ -39,8 +39,8 @@ from replayssm.models.adapters import conv_spec, conv_weights, refuse_packed
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from replayssm.integrations.handle import Handle
     from replayssm.integrations.rows import Rows
-    from replayssm.integrations.transformers import Enabled
     from replayssm.ring import RingSpec
 
 
@@ -59,7 +59,7 @@ class CacheBinding:
         ring: Ring sizes of this cache alone; None takes the handle's.
     """
 
-    def __init__(self, handle: Enabled, cache: Any, position: int) -> None:  # noqa: ANN401
+    def __init__(self, handle: Handle, cache: Any, position: int) -> None:  # noqa: ANN401
         self.handle = handle
         self._cache: weakref.ref[Any] | None = weakref.ref(cache)
         self._indices = tuple(mixer.layer_idx for mixer in handle.mixers)
@@ -214,12 +214,9 @@ class CacheBinding:
         if not at.is_step:
             return at.run_prefill(layer, call, hook, self.handle.specs[layer])
         self._check_inference()
-        arguments = call.arguments
-        with torch.no_grad():
-            block = call.adapter.block(call.site, arguments, self.handle.specs[layer])
-            y = rows.step(layer, block, self.handle.read)
-            at.is_served = True
-            return call.adapter.finish(call.site, arguments, y, hook)
+        served = run_step(rows, layer, call, hook, self.handle)
+        at.is_served = True
+        return served
 
     def convolve(self, layer: int, call: Call, inputs: Tensor) -> Tensor:
         """Serve a call of a mixer's convolution; ``inputs`` and the result are ``[B, C, T]``."""
@@ -291,7 +288,9 @@ class CacheBinding:
         layers = self._owner().layers
         count = -tokens_to_remove
         most = 0 if self.rows is None else self.rows.croppable()
-        cropping.check(layers, tokens_to_remove, most, path=self.handle.path)
+        is_standard = self.rows is not None and self.rows.pool is None
+        path = "standard" if is_standard else self.handle.path
+        cropping.check(layers, tokens_to_remove, most, path=path)
         if self.rows is not None:
             self.rows.crop(count)
         cropping.crop_attention(layers, tokens_to_remove)

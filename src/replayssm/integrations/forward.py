@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from replayssm.errors import DriftError
+from replayssm.integrations.rows import RawRows
 from replayssm.models.adapters import conv_weights
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from replayssm.integrations.handle import Handle
     from replayssm.integrations.hooks import Call, StateHook
     from replayssm.integrations.rows import Rows
     from replayssm.models.registry import Mixer
@@ -106,6 +108,21 @@ class Forward:
             rows.conv(layer, inputs, *conv_weights(mixer.module))
             rows.step(layer, block, depth)
         rows.commit()
+
+
+@torch.no_grad()
+def run_step(rows: Rows, layer: int, call: Call, hook: StateHook, handle: Handle) -> object:
+    """Serve a call of a step or chunk function from rows with an open forward.
+
+    Rows whose kernels do gates, norms and the skip connection themselves get the arguments raw.
+    """
+    adapter, site, arguments, spec = call.adapter, call.site, call.arguments, handle.specs[layer]
+    raw = adapter.raw_block(site, arguments, spec) if isinstance(rows, RawRows) else None
+    if raw is None or not isinstance(rows, RawRows):
+        y = rows.step(layer, adapter.block(site, arguments, spec), handle.read)
+        return adapter.finish(site, arguments, y, hook)
+    y = rows.step_raw(layer, *raw, handle.read)
+    return adapter.finish_raw(site, arguments, y, hook)
 
 
 def newest(inputs: Tensor, count: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -11,9 +11,47 @@ from replayssm.errors import UnsupportedError
 from replayssm.integrations.hooks import StateHook
 
 if TYPE_CHECKING:
-    from replayssm.integrations.cache import CacheBinding
+    from collections.abc import Sequence
 
 _PARTS = ("recurrent_states", "conv_states")
+
+
+class States(Protocol):
+    """What holds the states of all layers of a cache; see :class:`cache.CacheBinding`."""
+
+    @property
+    def count(self) -> int:
+        """B."""
+        ...
+
+    @property
+    def keep(self) -> int:
+        """Newest tokens that can be taken back at any time."""
+        ...
+
+    def view(self, layer: int) -> Tensor | StateHook | None:
+        """Return what ``recurrent_states[0]`` shows."""
+        ...
+
+    def conv_view(self, layer: int) -> Tensor | StateHook | None:
+        """Return what ``conv_states[0]`` shows."""
+        ...
+
+    def update(self, layer: int, state: Tensor | StateHook) -> Tensor | StateHook:
+        """Take what a mixer hands back."""
+        ...
+
+    def update_conv(self, layer: int, inputs: Tensor) -> Tensor | StateHook:
+        """Take convolution inputs; return what the convolution is to run on."""
+        ...
+
+    def reset(self) -> None:
+        """Forget every row."""
+        ...
+
+    def select(self, index: Sequence[int]) -> None:
+        """Make row i the sequence of row ``index[i]``."""
+        ...
 
 
 class BoundLayer:
@@ -24,7 +62,7 @@ class BoundLayer:
     """
 
     plain: type
-    binding: CacheBinding
+    binding: States
     ordinal: int
     number_of_states: int
     has_previous_state: dict[int, bool]
@@ -38,14 +76,14 @@ class BoundLayer:
 
     @property
     def recurrent_states(self) -> dict[int, Tensor | StateHook | None]:
-        """State 0 as :meth:`CacheBinding.view` shows it; other states do not exist."""
+        """State 0 as :meth:`States.view` shows it; other states do not exist."""
         states: dict[int, Tensor | StateHook | None] = dict.fromkeys(range(self.number_of_states))
         states[0] = self.binding.view(self.ordinal)
         return states
 
     @property
     def conv_states(self) -> dict[int, Tensor | StateHook | None]:
-        """State 0 as :meth:`CacheBinding.conv_view` shows it; other states do not exist."""
+        """State 0 as :meth:`States.conv_view` shows it; other states do not exist."""
         states: dict[int, Tensor | StateHook | None] = dict.fromkeys(range(self.number_of_states))
         states[0] = self.binding.conv_view(self.ordinal)
         return states
@@ -123,7 +161,7 @@ def _only_state_0(what: str, state_idx: int) -> None:
         raise UnsupportedError(f"{what} state {state_idx} of a layer; only state 0 is served")
 
 
-def bind_layer(layer: Any, binding: CacheBinding, ordinal: int) -> Any:  # noqa: ANN401 - transformers' cache layers
+def bind_layer(layer: Any, binding: States, ordinal: int) -> Any:  # noqa: ANN401 - transformers' cache layers
     """Return the bound form of a plain layer, without the states it holds."""
     kind: type = type(layer)
     bound = _exchange(layer, _bound_class(kind))

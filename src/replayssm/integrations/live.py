@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from replayssm.integrations.hooks import Call, StateHook
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from replayssm.integrations.cache import CacheBinding
+
+class Servant(Protocol):
+    """What serves the calls of mixers; see :class:`cache.CacheBinding`."""
+
+    def serve(self, layer: int, call: Call, hook: StateHook, /) -> object:
+        """Serve a step or chunk function."""
+        ...
+
+    def convolve(self, layer: int, call: Call, inputs: Tensor, /) -> Tensor:
+        """Serve a convolution."""
+        ...
 
 
 class LiveState(StateHook):
@@ -17,7 +27,7 @@ class LiveState(StateHook):
 
     __slots__ = ("binding", "layer")
 
-    def __init__(self, binding: CacheBinding, layer: int) -> None:
+    def __init__(self, binding: Servant, layer: int) -> None:
         self.binding, self.layer = binding, layer
 
     def serve(self, call: Call) -> object:
@@ -30,7 +40,7 @@ class LiveConv(StateHook):
 
     __slots__ = ("binding", "inputs", "layer")
 
-    def __init__(self, binding: CacheBinding, layer: int, inputs: Tensor | None = None) -> None:
+    def __init__(self, binding: Servant, layer: int, inputs: Tensor | None = None) -> None:
         self.binding, self.layer, self.inputs = binding, layer, inputs
 
     def serve(self, call: Call) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -91,6 +91,27 @@ class Rows(Protocol):
 
     def crop(self, tokens: int) -> None:
         """Take back the newest ``tokens`` tokens of every row."""
+        ...
+
+
+@runtime_checkable
+class RawRows(Protocol):
+    """Rows whose kernels also do what a family does around the recurrence."""
+
+    def step_raw(
+        self, layer: int, block: Block, inside: dict[str, Any], depth: ReadDepth
+    ) -> Tensor:
+        """Run one layer on raw inputs.
+
+        Args:
+            layer: Layer.
+            block: Inputs as :meth:`replayssm.models.adapters.Adapter.raw_block` maps them.
+            inside: What to do inside, likewise.
+            depth: Planes to read.
+
+        Returns:
+            ``[B, T, HV, V]`` in v's dtype.
+        """
         ...
 
 

@@ -46,7 +46,7 @@ class Decoder:
     def __init__(self, handle: Enabled, *, keep: int = 0, max_block: int = 1) -> None:
         from transformers import DynamicCache
 
-        if handle.path != "replay":
+        if handle.path == "standard":
             raise ContractError("handle", "a model on the replay path", handle.path)
         model: Any = handle.model
         self._model = model

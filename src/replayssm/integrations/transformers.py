@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +19,17 @@ from torch import nn
 from replayssm.errors import ContractError, UnsupportedError
 from replayssm.integrations import hooks
 from replayssm.integrations.bind import bind
-from replayssm.integrations.rows import ReplayRows, Rows, StandardRows
-from replayssm.models.adapters import conv_spec
+from replayssm.integrations.handle import (
+    PATHS,
+    STANDARD_STATES,
+    Handle,
+    read_depth,
+    with_keep,
+)
 from replayssm.ops.dispatch import choose
 from replayssm.ring import RingSpec
 from replayssm.storage import RING_DTYPES
-from replayssm.types import Format, Impl, LayerSpec, ReadDepth
+from replayssm.types import Format, Impl, ReadDepth
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -34,29 +38,16 @@ if TYPE_CHECKING:
 
     from replayssm.integrations.cache import CacheBinding
     from replayssm.models.registry import Mixer
-    from replayssm.state import StatePool
 
-PATHS = ("replay", "standard")
-STANDARD_STATES = {Format.F32: torch.float32, Format.BF16: torch.bfloat16}
-DEFAULT_DRAFT = 20
-"""Tokens that transformers drafts a round unless told otherwise (``num_assistant_tokens``)."""
-LONGEST_DRAFT = 64
 _ATTRIBUTE = "_replayssm_enabled"
 _STATEFUL = "_is_stateful"
 
 
-class Enabled:
+class Enabled(Handle):
     """An enabled model; ``with`` disables it on exit.
 
     Attributes:
-        model: The model.
-        mixers: Its recurrent layers in order.
-        specs: Their geometry, convolutions included.
-        path: ``replay`` (checkpoint and rings) or ``standard`` (the state is rewritten per token).
-        state: State format.
-        ring: Ring sizes.
-        ring_dtype: dtype of ring keys and values.
-        impl: What serves the operations, resolved.
+        users: Engines that share the handle; 0 of a model that its owner enabled.
     """
 
     def __init__(
@@ -70,80 +61,15 @@ class Enabled:
         ring: RingSpec,
         impl: Impl,
     ) -> None:
-        self.model, self.mixers = model, mixers
-        self.specs: tuple[LayerSpec, ...] = tuple(
-            replace(mixer.spec, conv=conv_spec(mixer.module)) for mixer in mixers
-        )
-        self.path, self.state, self.ring, self.impl = path, state, ring, impl
-        self.ring_dtype = parameter_dtype(mixers[0].module)
-        self._read = read
-        self._bindings: weakref.WeakSet[CacheBinding] = weakref.WeakSet()
-        self._latest: weakref.ref[CacheBinding] | None = None
+        super().__init__(model, mixers, path=path, state=state, read=read, ring=ring, impl=impl)
+        self.users = 0
         self._removable: list[RemovableHandle] = []
         self._finalizer: weakref.finalize[..., nn.Module] | None = None
-
-    @property
-    def read(self) -> ReadDepth:
-        """Planes that steps read; setting it acts on the next step of every cache."""
-        return self._read
-
-    @read.setter
-    def read(self, depth: ReadDepth | str) -> None:
-        self._read = read_depth(depth, self.path)
-
-    @property
-    def window(self) -> int:
-        """Tokens between two folds."""
-        return self.ring.window
-
-    @property
-    def max_block(self) -> int:
-        """Most tokens on a live cache that are served as one block rather than as a prefill."""
-        return self.ring.max_block
-
-    @property
-    def pool(self) -> StatePool | None:
-        """The pool of the cache prefilled last; None once that cache is dropped, or without one."""
-        binding = None if self._latest is None else self._latest()
-        return None if binding is None or binding.rows is None else binding.rows.pool
 
     @property
     def active(self) -> bool:
         """Whether the model is still enabled."""
         return getattr(self.model, _ATTRIBUTE, None) is self
-
-    def ring_for(self, tokens: int, *, recording: bool) -> RingSpec:
-        """Return the ring sizes for a forward of ``tokens`` tokens on a live cache.
-
-        A cache that records its past, as transformers' assisted generation asks of it, keeps as
-        many tokens as transformers drafts by default, and more once longer drafts arrive.
-        """
-        if self.path == "standard" or not recording:
-            return self.ring
-        keep = max(self.ring.keep, DEFAULT_DRAFT)
-        if keep + 1 < tokens <= LONGEST_DRAFT + 1:
-            keep = min(LONGEST_DRAFT, max(2 * keep, tokens - 1))
-        return with_keep(self.ring, keep)
-
-    def new_rows(self, rows: int, device: torch.device, ring: RingSpec) -> Rows:
-        """Return empty rows for a new cache."""
-        if self.path == "standard":
-            dtype = STANDARD_STATES[self.state]
-            return StandardRows(self.specs, rows, ring=ring, dtype=dtype, impl=self.impl)
-        return ReplayRows(
-            self.specs,
-            rows,
-            state=self.state,
-            ring=ring,
-            ring_dtype=self.ring_dtype,
-            device=device,
-            impl=self.impl,
-        )
-
-    def track(self, binding: CacheBinding) -> None:
-        """Remember a bound cache, weakly, so that ``disable`` can give it back."""
-        self._bindings.add(binding)
-        self._latest = weakref.ref(binding)
 
     def __enter__(self) -> Enabled:
         return self
@@ -167,7 +93,7 @@ class Enabled:
         self._finalizer.atexit = False
         for ordinal, mixer in enumerate(self.mixers):
             self._removable += _watch(self, ordinal, mixer.module)
-        if self.path == "replay":
+        if self.path != "standard":
             # assisted generation refuses models that cannot take tokens back
             self.model.__dict__[_STATEFUL] = False
 
@@ -203,9 +129,9 @@ def enable(
 
     Args:
         model: A loaded model with Mamba-2, Gated DeltaNet or Kimi Delta Attention layers.
-        path: ``replay``, or ``standard``: the same hooks around the standard step.
-        state: State format. Default ``s32`` for replay (any format); ``f32`` for standard, which
-            also takes ``bf16``, rounded at every token.
+        path: ``replay``; ``standard``, the same hooks around the standard step; or ``auto``, the
+            faster of the two for every cache (``handle.choice`` tells which and why).
+        state: State format, any (default ``s32``); of standard ``f32`` (default) or ``bf16``.
         read: Planes that a step reads; may be changed later through the handle.
         window: Tokens between two folds.
         keep: Newest tokens that ``cache.crop`` can take back at any time. A cache on which
@@ -259,40 +185,13 @@ def disable(model: nn.Module) -> None:
     handle._uninstall()
 
 
-def with_keep(ring: RingSpec, keep: int) -> RingSpec:
-    """Return a ring that keeps ``keep`` tokens and takes them and one more as one block."""
-    return replace(ring, keep=keep, max_block=max(ring.max_block, keep + 1))
-
-
-def read_depth(depth: ReadDepth | str, path: str) -> ReadDepth:
-    """Return a read depth by its name.
-
-    Raises:
-        ContractError: There is no such depth, or not on this path.
-    """
-    try:
-        found = ReadDepth(depth)
-    except ValueError:
-        raise ContractError("read", f"one of {[d.value for d in ReadDepth]}", depth) from None
-    if path == "standard" and found is not ReadDepth.FULL:
-        raise ContractError("read", "full on the standard path, which has no planes", found.value)
-    return found
-
-
-def parameter_dtype(mixer: nn.Module) -> torch.dtype:
-    """Return the dtype a mixer computes in: that of its convolution, which is never quantised."""
-    at: Any = mixer
-    dtype: torch.dtype = at.conv1d.weight.dtype
-    return dtype
-
-
 def _precision(
     path: str, state: Format | str | None, read: ReadDepth | str
 ) -> tuple[Format, ReadDepth]:
     if path not in PATHS:
         raise ContractError("path", f"one of {PATHS}", path)
     if state is None:
-        state = Format.S32 if path == "replay" else Format.F32
+        state = Format.F32 if path == "standard" else Format.S32
     try:
         fmt = Format(state)
     except ValueError:

@@ -107,6 +107,29 @@ class Adapter:
         """
         raise NotImplementedError
 
+    def raw_block(
+        self, site: Site, arguments: Mapping[str, Any], spec: LayerSpec
+    ) -> tuple[Block, dict[str, Any]] | None:
+        """Map a function's arguments as they are, for kernels that do the rest themselves.
+
+        Args:
+            site: Which function was called.
+            arguments: Its arguments by parameter name.
+            spec: The layer's geometry.
+
+        Returns:
+            The block and what is to be done inside, fields of
+            :class:`replayssm.ops.triton.call.Fused`; None where the arguments ask for something
+            else. Outputs then need :meth:`finish_raw` only.
+        """
+        raise NotImplementedError
+
+    def finish_raw(
+        self, site: Site, arguments: Mapping[str, Any], y: Tensor, state: object
+    ) -> object:
+        """Turn outputs of a raw block, ``[B, T, HV, V]``, into what the function returns."""
+        raise NotImplementedError
+
     def finish(self, site: Site, arguments: Mapping[str, Any], y: Tensor, state: object) -> object:
         """Turn a block's outputs into what the function returns.
 

@@ -47,6 +47,26 @@ class DeltaAdapter(Adapter):
         g, w = arguments["g"].float(), arguments["beta"].float()
         return Block(q=q, k=k, v=arguments["value"], g=g, w=w)
 
+    def raw_block(
+        self, site: Site, arguments: Mapping[str, Any], spec: LayerSpec
+    ) -> tuple[Block, dict[str, Any]] | None:
+        """Map the arguments; norm and scale are left to the kernels."""
+        refuse_packed(arguments)
+        q, k = (ungroup(arguments[n], spec.key_heads, n) for n in ("query", "key"))
+        scale = arguments.get("scale")
+        inside = {
+            "norm": bool(arguments.get("use_qk_l2norm_in_kernel", False)),
+            "norm_eps": L2_EPS,
+            "q_scale": spec.key_dim**-0.5 if scale is None else scale,
+        }
+        return Block(q=q, k=k, v=arguments["value"], g=arguments["g"], w=arguments["beta"]), inside
+
+    def finish_raw(
+        self, site: Site, arguments: Mapping[str, Any], y: Tensor, state: object
+    ) -> object:
+        """As :meth:`finish`."""
+        return self.finish(site, arguments, y, state)
+
     def finish(self, site: Site, arguments: Mapping[str, Any], y: Tensor, state: object) -> object:
         """Cast to the query's dtype and hand the state back where it was asked for."""
         wanted = arguments.get("output_final_state", False)

@@ -75,6 +75,38 @@ class Mamba2Adapter(Adapter):
             return y.squeeze(1)
         return (y, state) if arguments.get("return_final_states", False) else y
 
+    def raw_block(
+        self, site: Site, arguments: Mapping[str, Any], spec: LayerSpec
+    ) -> tuple[Block, dict[str, Any]] | None:
+        """Map raw dt; softplus, skip and gate are left to the kernels. None without a softplus."""
+        refuse_packed(arguments)
+        dt, a, bias, d = (
+            arguments["dt"],
+            arguments["A"],
+            arguments.get("dt_bias"),
+            arguments.get("D"),
+        )
+        if not arguments.get("dt_softplus", False) or bias is None:
+            return None
+        if not site.tokens:
+            dt, a, bias = dt[..., 0].unsqueeze(1), a[:, 0, 0], bias[:, 0]
+            d = None if d is None else d[:, 0]
+        k, q, v = (self._with_tokens(site, arguments[n]) for n in ("B", "C", "hidden_states"))
+        z = arguments.get("z")
+        inside = {"gates": "dt", "rate": -a.float(), "bias": bias, "skip": d}
+        if z is not None:
+            inside["z"] = self._with_tokens(site, z)
+        return Block(q=q, k=k, v=v, g=dt, w=dt), inside
+
+    def finish_raw(
+        self, site: Site, arguments: Mapping[str, Any], y: Tensor, state: object
+    ) -> object:
+        """Cast to x's dtype."""
+        y = y.to(arguments["hidden_states"].dtype)
+        if not site.tokens:
+            return y.squeeze(1)
+        return (y, state) if arguments.get("return_final_states", False) else y
+
     @staticmethod
     def _with_tokens(site: Site, x: Tensor) -> Tensor:
         return x if site.tokens else x.unsqueeze(1)

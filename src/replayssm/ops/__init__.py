@@ -152,7 +152,13 @@ def fold_(store: LayerStore, plan: BlockPlan, *, impl: Impl = Impl.AUTO) -> None
         reference.fold_(store, plan)
 
 
-def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...] | None]) -> None:
+def compact_(
+    store: LayerStore,
+    plan: BlockPlan,
+    paths: Sequence[tuple[int, ...] | None],
+    *,
+    impl: Impl = Impl.AUTO,
+) -> None:
     """Move the entries of each row's accepted path to the front of its block.
 
     Mutates the rings at the block's positions only.
@@ -161,7 +167,13 @@ def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...]
         store: Tensors of one layer.
         plan: The forward's plan, a tree.
         paths: Per row the kept nodes, oldest first; None or empty moves nothing.
+        impl: Implementation; all but Triton share plain torch.
     """
+    if choose(impl, store.high.device, tiles=store.spec.ring.tiles) is Impl.TRITON:
+        from replayssm.ops import triton
+
+        triton.compact_(store, plan, paths)
+        return
     reference.compact_(store, plan, paths)
     if store.conv is not None:
         conv.compact_(store, plan, paths)

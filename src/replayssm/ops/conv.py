@@ -89,8 +89,11 @@ def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...]
 
 def admit_(store: LayerStore, slot: int, position: int, window: Tensor | None) -> None:
     """Overwrite the inputs before ``position`` with a window ``[C, width - 1]``, None for zeros."""
-    ring, index = _ring(store), _window_index(store, position)
-    ring[slot, index] = 0 if window is None else window.T.to(ring.dtype)
+    ring = _ring(store)
+    if window is None:
+        ring[slot].zero_()  # what is not before the position is never read
+    else:
+        ring[slot, _window_index(store, position)] = window.T.to(ring.dtype)
 
 
 def window(store: LayerStore, slot: int, position: int) -> Tensor:

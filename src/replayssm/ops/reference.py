@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from replayssm.formats import Planes, column_amax, column_scale, decode, encode
+from replayssm.formats import FORMATS, Planes, column_amax, column_scale, decode, encode
 from replayssm.ring import tile_rows
 from replayssm.types import Block, Decay, ReadDepth, Write
 
@@ -339,6 +339,25 @@ def admit_(store: LayerStore, slot: int, state: Tensor) -> None:
     for tile in range(tiles):
         rows = tile_rows(tile, tiles, store.spec.layer.value_dim)
         _encode_tile_(store, slot, tile, state[:, rows.start : rows.stop].float())
+
+
+def clear_(store: LayerStore, slot: int) -> None:
+    """Overwrite a slot's planes and scales with the zero state; bits are those of :func:`admit_`.
+
+    Every element of it is the same, so nothing is encoded but one, on the host.
+    """
+    one = torch.zeros(1, 1)
+    columns = column_scale(column_amax(one)) if FORMATS[store.spec.format].scaled else None
+    planes = encode(one, store.spec.format, columns)
+    pairs = (
+        (store.high, planes.high),
+        (store.low, planes.low),
+        (store.row_scale, planes.row_scale),
+        (store.columns, columns),
+    )
+    for target, plane in pairs:
+        if target is not None and plane is not None:
+            target[slot].fill_(plane.item())
 
 
 def standard_(

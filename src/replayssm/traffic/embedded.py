@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from replayssm.engine.host import EngineHost
 from replayssm.errors import ReplayError
 from replayssm.traffic.fleet import EngineEvent, Fleet
 from replayssm.traffic.target import Outcome, SendError
@@ -151,42 +150,22 @@ class EngineTarget(_FleetTarget[RequestT]):
         self, engines: Sequence[EngineLike[RequestT, Any]], make_request: Callable[[Call], RequestT]
     ) -> None:
         super().__init__(engines, make_request)
-        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._host: EngineHost[EngineEvent] = EngineHost(
+            self._fleet,
+            lambda events: self._tell(self._deliver, events, self._loop.time()),
+            # raised again where somebody waits
+            lambda error: self._tell(self._fail, error),
+        )
 
     async def close(self) -> None:
         """Stop the thread; requests in flight are left as they are."""
-        self._work.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._host.close)
 
     def _do(self, work: Work) -> None:
-        self._work.put(work)
+        self._host.do(work)
 
     def _tell(self, function: Callable[..., None], *arguments: object) -> None:
         self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _run(self) -> None:
-        try:
-            while self._do_work():
-                if events := self._fleet.step():
-                    self._tell(self._deliver, events, self._loop.time())
-        except BaseException as error:
-            # raised again where somebody waits
-            self._tell(self._fail, error)
-
-    def _do_work(self) -> bool:
-        """Do what was asked for since the last step; wait for it when there is nothing to step."""
-        is_idle = self._fleet.is_idle
-        while True:
-            try:
-                work = self._work.get(block=is_idle)
-            except queue.Empty:
-                return True
-            if work is None:
-                return False
-            work()
-            is_idle = False
 
 
 class SettableClock(Protocol):

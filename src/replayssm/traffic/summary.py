@@ -12,11 +12,13 @@ from replayssm.errors import ContractError
 from replayssm.traffic.record import Status
 from replayssm.traffic.slo import Attainment, Slo, attain
 from replayssm.traffic.steady import Steady, most_running, steady_window
+from replayssm.traffic.use import Use, used
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from replayssm.traffic.record import Record
+    from replayssm.traffic.run import Sample
 
 TAIL_MINIMUM = 1000
 LATE_MS = 50.0
@@ -143,6 +145,7 @@ class Summary:
         schedule: Whether requests left when they should.
         most_running: Most requests in flight at once.
         steady: The part of the run at full load; None when there is none.
+        use: What the target used, by its own counts; None where it tells nothing.
         warnings: What a reader should know before trusting a number.
     """
 
@@ -155,18 +158,22 @@ class Summary:
     schedule: Schedule
     most_running: int
     steady: Steady | None
+    use: Use | None
     warnings: tuple[str, ...]
 
 
 SCHEMA_VERSION = 1
 
 
-def summarise(records: Iterable[Record], slos: Sequence[Slo] = ()) -> Summary:
+def summarise(
+    records: Iterable[Record], slos: Sequence[Slo] = (), samples: Sequence[Sample] = ()
+) -> Summary:
     """Summarise the records of a run.
 
     Args:
         records: One a request; warm-ups are counted and left out.
         slos: Limits to judge by; with none, every request that succeeded is good.
+        samples: The run over time, with the target's own counts.
 
     Raises:
         ContractError: There is no record beside warm-ups.
@@ -189,6 +196,7 @@ def summarise(records: Iterable[Record], slos: Sequence[Slo] = ()) -> Summary:
         schedule=schedule,
         most_running=most_running(kept),
         steady=steady_window(kept),
+        use=used(samples),
         warnings=tuple(_warnings(total, schedule, len(kept))),
     )
 

@@ -2,12 +2,19 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from replayssm.errors import ContractError
+from replayssm.engine.clock import VirtualClock
+from replayssm.errors import ContractError, UnsupportedError
+from replayssm.evaluate.decisions import outcome
+from replayssm.evaluate.decisions import run as decisions_run
+from replayssm.evaluate.decisions.embedded import Embedded
 from replayssm.evaluate.decisions.experiment import LostError, conduct, places, serve
+from replayssm.evaluate.decisions.plan import parse_plan
 from replayssm.evaluate.decisions.serving import Job, Run, make_served, measure
 from replayssm.evaluate.decisions.tables import Slo
+from replayssm.traffic.energy import Energy
 
 STEP = 0.01
 
@@ -63,6 +70,29 @@ def test_metrics_follow_their_definitions():
     assert found["goodput_per_dollar"] == pytest.approx(1 / 0.8 * 3600 / 2)
     with pytest.raises(ContractError, match="cohort d"):
         measure(Run((slow,), 0, 2.0), "d", Slo(), 1.0)
+
+
+def test_goodput_per_watt_is_good_requests_per_joule_and_missing_without_counters():
+    slow, fast = served("a", 1.0, (1.5, 1.6)), served("b", 1.0, (1.1, 1.15))
+    limit = Slo(ttft_ms=200)
+    read = Run((slow, fast), 0, 2.0, energy=Energy(40.0, "rapl", 1, None))
+    assert measure(read, "c", limit, 1.0)["goodput_per_watt"] == pytest.approx(1 / 40)
+    for unread in (None, Energy(None, None, 0, "no counters")):
+        found = measure(Run((slow, fast), 0, 2.0, energy=unread), "c", limit, 1.0)
+        assert "goodput_per_watt" not in found
+    assert outcome.energy_source([read]) == "rapl counters of 1 devices, idle power not subtracted"
+    silent = Run((slow,), 0, 2.0, energy=Energy(None, None, 0, "no counters"))
+    assert outcome.energy_source([silent]) == "not measured (no counters)"
+
+
+def test_a_plan_that_goes_by_energy_is_refused_where_there_is_none(table, monkeypatch):
+    table["decisions"]["outcome"]["metric"] = "goodput_per_watt"
+    blind = SimpleNamespace(stop=lambda: Energy(None, None, 0, "no counters"))
+    monkeypatch.setattr(decisions_run, "EnergyMeter", lambda: blind)
+    with pytest.raises(UnsupportedError, match="goodput_per_watt on this machine: no counters"):
+        decisions_run.check_energy(parse_plan(table))
+    table["decisions"]["outcome"]["metric"] = "goodput"
+    decisions_run.check_energy(parse_plan(table))
 
 
 def test_limits_count_from_the_schedule():
@@ -155,6 +185,35 @@ def test_a_planted_slowdown_of_5_percent_is_caught(plan, fake):
     slower = compared(1.05)
     assert slower.ratio.high < 1
     assert slower.ratio.value == pytest.approx(1 / 1.05, rel=0.03)
+    assert not compared(1.0).differs
+
+
+def test_a_planted_slowdown_is_caught_in_the_engine_itself_in_virtual_time(subject, plan):
+    """Real forwards and scheduling; a forward costs what a function says, with 5 % of noise."""
+    noise = np.random.default_rng(0)
+
+    def compared(factor):
+        def clock(slower):
+            def cost(work):
+                return slower * (1e-3 + 1e-4 * work.rows) * np.exp(0.05 * noise.standard_normal())
+
+            return lambda: VirtualClock(cost)
+
+        baseline = plan.baseline
+        with (
+            Embedded(subject, plan, clock(1.0)) as plain,
+            Embedded(subject, plan, clock(factor)) as slower,
+        ):
+            servers = {"a": plain.server(baseline), "b": slower.server(baseline)}
+            (found,) = conduct(
+                [plan.cohort("pool")], servers, lambda r: jobs(8, output=16), plan.design,
+                metric="throughput", prices={"a": 1.0, "b": 1.0}, in_flight=8,
+            )  # fmt: skip
+        return found.compare("b", "throughput")
+
+    slow = compared(1.05)
+    assert slow.ratio.high < 1
+    assert slow.ratio.value == pytest.approx(1 / 1.05, rel=0.03)
     assert not compared(1.0).differs
 
 

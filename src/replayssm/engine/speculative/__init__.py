@@ -22,8 +22,9 @@ from replayssm.engine.speculative.acceptance import (
     recompute_path,
 )
 from replayssm.engine.speculative.draft import MAX_NODES, Draft, Drafter
+from replayssm.engine.speculative.follow import DraftModel
 from replayssm.engine.speculative.length import AdaptiveLength, CostModel
-from replayssm.engine.speculative.model import DraftModel, ModelDrafter, ModelTreeDrafter
+from replayssm.engine.speculative.model import ModelDrafter, ModelTreeDrafter
 from replayssm.engine.speculative.ngram import NgramDrafter
 from replayssm.engine.speculative.sampling import sample_token, softmax
 from replayssm.engine.speculative.script import ScriptDrafter, even_schedule

@@ -13,74 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replayssm.engine.speculative.draft import MAX_NODES, Draft, check_request
+from replayssm.engine.speculative.follow import common_prefix
 from replayssm.engine.speculative.sampling import check_sampling, sample_token, softmax
 from replayssm.engine.speculative.tree import expand_top_k
 from replayssm.errors import ContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-
-class DraftModel:
-    """A draft model as two callables, and the number of tokens in its state.
-
-    Args:
-        step: ``step(tokens)`` appends tokens to the state and returns ``[vocab]`` logits after the
-            last one.
-        rollback: ``rollback(k)`` takes the newest k tokens back.
-
-    Attributes:
-        length: Tokens in the state.
-    """
-
-    def __init__(
-        self,
-        step: Callable[[Sequence[int]], NDArray[np.floating[Any]]],
-        rollback: Callable[[int], None],
-    ) -> None:
-        self._step = step
-        self._rollback = rollback
-        self.length = 0
-
-    def feed(self, tokens: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """Mutates the state: append tokens; return ``[vocab]`` logits after the last one."""
-        logits = np.asarray(self._step(tokens))
-        self.length += len(tokens)
-        if logits.ndim != 1:
-            raise ContractError("step(tokens)", "logits of shape [vocab]", logits.shape)
-        return logits
-
-    def take_back(self, count: int) -> None:
-        """Mutates the state: drop the newest ``count`` tokens."""
-        if count:
-            self._rollback(count)
-            self.length -= count
-
-    def follow(self, context: Sequence[int]) -> NDArray[np.floating[Any]]:
-        """Mutates the state: bring it to the end of ``context``; return the logits there.
-
-        Raises:
-            ContractError: The state already holds more tokens than the context.
-        """
-        if self.length > len(context):
-            raise ContractError("context", f"at least {self.length} tokens", len(context))
-        if self.length == len(context):
-            # nothing was emitted since: only forwarding gives logits
-            self.take_back(1)
-        return self.feed(list(context[self.length :]))
-
-    def move(self, path: tuple[int, ...], target: tuple[int, ...]) -> NDArray[np.floating[Any]]:
-        """Mutates the state: go from one path below the context to another; return its logits.
-
-        Args:
-            path: Tokens after the context that the state holds now.
-            target: Tokens it shall hold; not a prefix of ``path``.
-        """
-        common = _common_prefix(path, target)
-        self.take_back(len(path) - common)
-        return self.feed(target[common:])
+    from replayssm.engine.speculative.follow import DraftModel
 
 
 class ModelDrafter:
@@ -125,7 +68,7 @@ class ModelDrafter:
     def observe(self, accepted: Sequence[int]) -> None:
         """Mutates the model's state: take the forwarded drafts that were rejected back."""
         forwarded = max(len(self._chain) - 1, 0)
-        kept = _common_prefix(self._chain, accepted)
+        kept = common_prefix(self._chain, accepted)
         self.model.take_back(max(forwarded - kept, 0))
         self._chain = []
 
@@ -166,12 +109,3 @@ class ModelTreeDrafter:
 
     def observe(self, accepted: Sequence[int]) -> None:
         """Mutates nothing: no draft is in the state, and the context brings what was emitted."""
-
-
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

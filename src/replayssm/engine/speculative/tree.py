@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from replayssm.engine.speculative.model import DraftModel
+    from replayssm.engine.speculative.follow import DraftModel
 
 
 def depth_first(tokens: Sequence[int], parents: Sequence[int]) -> Draft:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from replayssm.evaluate.decisions.serving import Job, Run, Served, Step, make_served
+from replayssm.traffic.energy import EnergyMeter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +64,9 @@ class Driver:
         gc.collect()
         gc.disable()
         try:
-            return self._run(jobs, in_flight)
+            meter = EnergyMeter()
+            run = self._run(jobs, in_flight)
+            return replace(run, energy=meter.stop())
         finally:
             if enabled:
                 gc.enable()

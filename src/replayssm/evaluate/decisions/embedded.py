@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from replayssm.engine.clock import MonotonicClock
@@ -15,6 +16,7 @@ from replayssm.evaluate.decisions.driving import Driver
 from replayssm.evaluate.decisions.outcome import Operations
 from replayssm.evaluate.decisions.routing import RouteRow, route_of
 from replayssm.evaluate.decisions.serving import Job
+from replayssm.evaluate.drafting import engine_drafters
 from replayssm.evaluate.session import twin
 from replayssm.ring import RingSpec
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from replayssm.engine.clock import Clock
     from replayssm.engine.drill import Rehearsal
+    from replayssm.engine.speculative import Drafter
     from replayssm.evaluate.decisions.plan import RolloutPlan
     from replayssm.evaluate.decisions.serving import Server
     from replayssm.evaluate.decisions.tables import Variant
@@ -48,8 +51,12 @@ class Embedded:
     ) -> None:
         self._model, self._plan, self._clock = twin(subject.model), plan, clock
         self._engines: list[Engine] = []
+        self._subject, self._held = subject, ExitStack()
+        self._drafters: dict[str, Callable[[], Drafter]] = {}
 
     def __enter__(self) -> Embedded:
+        made = engine_drafters(self._subject, self._plan.variants)
+        self._drafters = self._held.enter_context(made)
         return self
 
     def __exit__(
@@ -60,6 +67,7 @@ class Embedded:
     ) -> None:
         for engine in self._engines:
             engine.close()
+        self._held.close()
 
     def server(self, variant: Variant) -> Driver:
         """Return a server that gives every request to one variant."""
@@ -112,6 +120,7 @@ class Embedded:
             ring=RingSpec(window=pool.window, max_block=drafts + 1),
             router=router,
             clock=self._clock(),
+            drafters=self._drafters,
         )
         self._engines.append(engine)
         return Driver(engine, _request, lambda at: _wait(engine.clock, at))

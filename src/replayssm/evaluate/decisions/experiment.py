@@ -6,6 +6,7 @@ spread alone, so that no result can stop or prolong its own experiment.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -72,8 +73,9 @@ class Experiment:
         return 1 + max(s.round for s in self.samples)
 
     def values(self, variant: str, metric: str) -> list[float]:
-        """Return one metric of one variant, one number a round."""
-        return [s.metrics[metric] for s in self.samples if s.variant == variant]
+        """Return one metric of one variant, one number a round; NaN where it was not measured."""
+        mine = (s.metrics for s in self.samples if s.variant == variant)
+        return [metrics.get(metric, math.nan) for metrics in mine]
 
     def compare(
         self, variant: str, metric: str, *, against: str | None = None, seed: int = 0

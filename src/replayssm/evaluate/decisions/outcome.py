@@ -122,6 +122,7 @@ class Outcome:
         timelines: By routing.
         flush_costs: By routing.
         operations: Drill and leaks.
+        energy: Whose counters goodput per watt goes by, or why there is none.
     """
 
     experiments: tuple[Experiment, ...]
@@ -129,6 +130,15 @@ class Outcome:
     timelines: tuple[Timeline, ...]
     flush_costs: tuple[FlushCost, ...]
     operations: Operations
+    energy: str = "not measured"
+
+
+def energy_source(runs: Sequence[Run]) -> str:
+    """Return whose counters the energy of runs was read from, or why it was not."""
+    found = runs[-1].energy if runs else None
+    if found is None or found.joules is None:
+        return f"not measured ({'nobody looked' if found is None else found.why_not})"
+    return f"{found.source} counters of {found.devices} devices, idle power not subtracted"
 
 
 def latencies(cohort: str, routing: str, runs: Sequence[Run]) -> Latencies:

@@ -38,6 +38,7 @@ RunMetric = Literal[
     "throughput",
     "goodput",
     "goodput_per_dollar",
+    "goodput_per_watt",
     "ttft",
     "tpot",
     "e2el",

@@ -19,6 +19,7 @@ WORDS = {
     "throughput": "tokens per second",
     "goodput": "goodput",
     "goodput_per_dollar": "goodput per dollar",
+    "goodput_per_watt": "goodput per watt",
     "ttft": "time to first token",
     "tpot": "time per token",
     "e2el": "end-to-end latency",

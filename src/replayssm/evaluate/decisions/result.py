@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import TypeAdapter, ValidationError
-
 from replayssm.errors import ContractError
 from replayssm.evaluate.bottleneck import Profile
 from replayssm.evaluate.decisions.concurrency import SurfaceCell
@@ -22,6 +20,7 @@ from replayssm.evaluate.decisions.plan import RolloutPlan
 from replayssm.evaluate.decisions.quality import Quality
 from replayssm.evaluate.decisions.routing import RoutingFile
 from replayssm.evaluate.decisions.speculation import Acceptance
+from replayssm.evaluate.document import Document
 from replayssm.evaluate.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -97,13 +96,13 @@ class Rollout:
         return next(d for d in self.decisions if d.name == name)
 
 
-_ADAPTER = TypeAdapter(Rollout)
-_STAMP = TypeAdapter(Stamp)
+_DOCUMENT = Document(Rollout, SCHEMA_VERSION, "a result of a plan")
+_STAMP = Document(Stamp, SCHEMA_VERSION, "the manifest of an evaluation")
 
 
 def dump(result: Rollout) -> str:
     """Return a result as JSON."""
-    return _ADAPTER.dump_json(result, indent=1).decode()
+    return _DOCUMENT.dump(result)
 
 
 def parse(text: str) -> Rollout:
@@ -112,14 +111,7 @@ def parse(text: str) -> Rollout:
     Raises:
         ContractError: The text is not a result, or its plan does not match the digest.
     """
-    try:
-        result = _ADAPTER.validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ContractError("result", "a result of a plan", f"{where}: {first['msg']}") from error
-    if result.schema_version != SCHEMA_VERSION:
-        raise ContractError("schema_version", str(SCHEMA_VERSION), result.schema_version)
+    result = _DOCUMENT.parse(text)
     if result.plan.digest != result.stamp.plan_digest:
         raise ContractError("plan_digest", result.plan.digest, result.stamp.plan_digest)
     return result
@@ -147,7 +139,7 @@ def stamp(plan: RolloutPlan, manifest: Manifest, folder: Path) -> Stamp:
     """
     path, attempt = folder / "manifest.json", 1
     if path.is_file():
-        held = _held(path)
+        held = _STAMP.parse(path.read_text(encoding="utf-8"))
         if held.plan_digest != plan.digest and (folder / "result.json").exists():
             raise ContractError(
                 "--plan",
@@ -157,7 +149,7 @@ def stamp(plan: RolloutPlan, manifest: Manifest, folder: Path) -> Stamp:
             )
         attempt = held.attempt + 1 if held.plan_digest == plan.digest else 1
     made = Stamp(SCHEMA_VERSION, plan.digest, plan, manifest, attempt)
-    path.write_text(_STAMP.dump_json(made, indent=1).decode() + "\n", encoding="utf-8")
+    path.write_text(_STAMP.dump(made) + "\n", encoding="utf-8")
     return made
 
 
@@ -173,18 +165,11 @@ def schemas() -> dict[str, dict[str, object]]:
     found = {
         "plan": RolloutPlan.model_json_schema(),
         "routing": RoutingFile.model_json_schema(),
-        "manifest": _STAMP.json_schema(mode="serialization"),
-        "result": _ADAPTER.json_schema(mode="serialization"),
+        "manifest": _STAMP.schema(),
+        "result": _DOCUMENT.schema(),
     }
     draft = "https://json-schema.org/draft/2020-12/schema"
     return {f"{name}.schema.json": {"$schema": draft, **text} for name, text in found.items()}
-
-
-def _held(path: Path) -> Stamp:
-    try:
-        return _STAMP.validate_json(path.read_text(encoding="utf-8"))
-    except ValidationError as error:
-        raise ContractError("--out", "a folder of an evaluation", path.name) from error
 
 
 def _finding_rows(result: Rollout) -> Iterable[dict[str, object]]:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+from replayssm.errors import UnsupportedError
 from replayssm.evaluate.decisions import (
     bottleneck,
     concurrency,
@@ -21,6 +22,7 @@ from replayssm.evaluate.decisions.experiment import Experiment, conduct, places,
 from replayssm.evaluate.decisions.result import SCHEMA_VERSION, Rollout, Stamp
 from replayssm.evaluate.run import Progress, Silent
 from replayssm.models.registry import find_mixers
+from replayssm.traffic.energy import EnergyMeter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from replayssm.evaluate.compatibility import Agreement
     from replayssm.evaluate.decisions.finding import Decision
     from replayssm.evaluate.decisions.outcome import Operations, Outcome
+    from replayssm.evaluate.decisions.plan import RolloutPlan
     from replayssm.evaluate.decisions.quality import Quality
     from replayssm.evaluate.decisions.serving import Job, Run, Server
     from replayssm.evaluate.decisions.tables import Cohort, Variant
@@ -62,6 +65,19 @@ class Backend(Protocol):
         ...
 
 
+def check_energy(plan: RolloutPlan) -> None:
+    """Refuse a plan that goes by energy where none can be read.
+
+    Raises:
+        UnsupportedError: As said.
+    """
+    targets = plan.decisions
+    metrics = {x.metric for x in (targets.concurrency, targets.speculation, targets.outcome)}
+    why_not = EnergyMeter().stop().why_not
+    if "goodput_per_watt" in metrics and why_not is not None:
+        raise UnsupportedError(f"goodput_per_watt on this machine: {why_not}")
+
+
 class Rollouts:
     """Evaluates one plan.
 
@@ -94,8 +110,13 @@ class Rollouts:
         self.records: dict[str, list[Record]] = {}
 
     def run(self) -> Rollout:
-        """Run every part and judge."""
+        """Run every part and judge.
+
+        Raises:
+            UnsupportedError: A decision goes by energy, and there are no counters here.
+        """
         plan, begun = self._plan, time.perf_counter()
+        check_energy(plan)
         with self._part("compatibility", len(plan.candidates)):
             layers, agreements = maturity.numerics(self._subject, plan, self._show.tick)
         with self._part("bottleneck", len(plan.cohorts)):
@@ -288,6 +309,7 @@ class Rollouts:
             operations=self._backend.operations(
                 servers[outcome.ROUTED], canary, drill=plan.decisions.outcome.drill
             ),
+            energy=outcome.energy_source(runs[outcome.ROUTED]),
         )
 
     def _prices(self) -> dict[str, float]:

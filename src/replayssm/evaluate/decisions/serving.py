@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from replayssm.evaluate.decisions.tables import Slo
+    from replayssm.traffic.energy import Energy
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,7 @@ class Run:
         steps: Every iteration of the engine.
         counters: The engine's counters over the run.
         histogram: ``histogram[n]``: verifies that kept n entries; empty without drafts.
+        energy: What the machine used meanwhile; None where nobody looked.
     """
 
     served: tuple[Served, ...]
@@ -155,6 +157,7 @@ class Run:
     steps: tuple[Step, ...] = ()
     counters: dict[str, float] = field(default_factory=dict)
     histogram: tuple[int, ...] = ()
+    energy: Energy | None = None
 
     def cohort(self, name: str) -> list[Served]:
         """Return the requests of one cohort."""
@@ -175,7 +178,7 @@ class Server(Protocol):
 
 
 def measure(run: Run, cohort: str, slo: Slo, per_hour: float) -> dict[str, float]:
-    """Return every metric of one cohort in one run.
+    """Return every metric of one cohort in one run; ``goodput_per_watt`` where energy was read.
 
     Args:
         run: What was seen.
@@ -195,10 +198,14 @@ def measure(run: Run, cohort: str, slo: Slo, per_hour: float) -> dict[str, float
     # half a request stands in for none, so that a ratio exists and is as bad as it can be seen
     goodput = max(good, 0.5) / span
     busy = [s.live_bytes / s.live for s in run.steps if s.live]
+    joules = None if run.energy is None else run.energy.joules
+    # the whole run's energy: cohorts share the machine; requests a second over watts
+    per_watt = {"goodput_per_watt": max(good, 0.5) / joules} if joules else {}
     return {
         "throughput": sum(r.output_tokens for r in records) / span,
         "goodput": goodput,
         "goodput_per_dollar": goodput * 3600 / per_hour,
+        **per_watt,
         "attainment": good / len(mine),
         "ttft": _mean([r.ttft_scheduled for r in records]),
         "tpot": _mean([r.tpot for r in records]),
@@ -216,6 +223,7 @@ BETTER = {
     "throughput": "higher",
     "goodput": "higher",
     "goodput_per_dollar": "higher",
+    "goodput_per_watt": "higher",
     "ttft": "lower",
     "tpot": "lower",
     "e2el": "lower",

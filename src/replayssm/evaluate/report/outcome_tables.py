@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from replayssm.evaluate.report.rollout_tables import RATIOS, ratio_of
@@ -51,8 +52,8 @@ def whole(result: Rollout) -> Table:
                 (
                     experiment.cohort,
                     metric.replace("_", " "),
-                    number(before),
-                    number(after),
+                    NONE if math.isnan(before) else number(before),
+                    NONE if math.isnan(after) else number(after),
                     ratio_of(experiment, routed, metric),
                 )
             )
@@ -66,6 +67,8 @@ def whole(result: Rollout) -> Table:
         rows.append((experiment.cohort, "SLO attainment", *(percent(s) for s in shares), NONE))
     columns = ("cohort", "metric", "all standard", "routed", "ratio, above 1 is better")
     notes = "Latencies in seconds, memory in bytes; means over the rounds."
+    if result.outcome is not None:
+        notes += f" Energy: {result.outcome.energy}."
     return Table(columns, tuple(rows), notes)
 
 

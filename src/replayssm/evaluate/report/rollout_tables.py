@@ -27,6 +27,7 @@ RATIOS = (
     "throughput",
     "goodput",
     "goodput_per_dollar",
+    "goodput_per_watt",
     "ttft",
     "tpot",
     "e2el",
@@ -189,7 +190,7 @@ def ratios(result: Rollout) -> Table:
     columns = ("cohort", "variant", "pairs", *(m.replace("_", " ") for m in RATIOS))
     notes = (
         "Ratio to the baseline, turned so that above 1 is better, with its t interval. Fixed cost "
-        "of the change included in goodput per dollar."
+        "of the change included in goodput per dollar. No goodput per watt without energy counters."
     )
     return Table(columns, tuple(rows), notes)
 

@@ -16,13 +16,14 @@ from replayssm.ops.triton.host import check_served
 from replayssm.ops.triton.host import fold_ as _fold
 from replayssm.ops.triton.host import step_ as _step
 from replayssm.ops.triton.others import (
+    compact_call,
     conv_call,
     dense_weight,
     empty_like_dense,
     inner_dense,
     standard_call,
 )
-from replayssm.ops.triton.plan import device_plan
+from replayssm.ops.triton.plan import device_plan, paths_on_device
 from replayssm.ring import RingSpec
 from replayssm.types import Block, LayerSpec, ReadDepth
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from replayssm.ring import BlockPlan
     from replayssm.storage import LayerStore
 
-__all__ = ["conv_", "fold_", "standard_", "step_"]
+__all__ = ["compact_", "conv_", "fold_", "standard_", "step_"]
 
 
 def step_(
@@ -80,12 +81,24 @@ def conv_(
     store: LayerStore, plan: BlockPlan, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> Tensor:
     """Convolve a block and append its inputs; as :func:`replayssm.ops.conv.conv_`."""
+    if store.conv is None:
+        raise TypeError("conv: this layer keeps no inputs of a convolution")
     full = [ReadDepth.FULL] * plan.rows
     on_device = device_plan(plan, store.spec.ring, full, x.shape[1], x.device)
     out = empty_like_dense(x)
     if plan.rows:
-        conv_call(store, on_device, inner_dense(x), dense_weight(weight), bias, out).run()
+        conv_call(store.conv, on_device, inner_dense(x), dense_weight(weight), bias, out).run()
     return out
+
+
+def compact_(store: LayerStore, plan: BlockPlan, paths: Sequence[tuple[int, ...] | None]) -> None:
+    """Move each row's kept entries to the front of its block, one launch a layer."""
+    if not any(path and path != tuple(range(len(path))) for path in paths):
+        return
+    device = store.high.device
+    full = [ReadDepth.FULL] * plan.rows
+    on_device = device_plan(plan, store.spec.ring, full, int(plan.lengths.max()), device)
+    compact_call(store, on_device, paths_on_device(plan, paths, device)).run()
 
 
 def _dense(block: Block) -> Block:

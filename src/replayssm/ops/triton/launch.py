@@ -1,25 +1,32 @@
 """How the kernels of a layer are launched: block sizes, warps and grids, by device.
 
-``tables/<device>.json`` is a list of rules, the first that matches decides; a device without a
-table takes a rule of sizes.
+``tables/<device>.json`` has a list of rules for the replay step and one for the standard step; of
+each the first that matches decides. ``replayssm tune`` writes such a table. A device without one
+takes a rule of sizes and says so once.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from replayssm.formats import FORMATS
 from replayssm.ops.triton.call import power_of_two
-from replayssm.storage import StorageSpec
+from replayssm.policy import FOLDER, device_name, find_table
 from replayssm.types import Decay, Write
 
-TABLES = Path(__file__).parent / "tables"
+if TYPE_CHECKING:
+    from replayssm.storage import StorageSpec
+    from replayssm.types import LayerSpec
+
+
+LEAST_FOLD = 8
+"""Value rows that a fold takes at least, masked where a tile has fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,19 @@ class Launch:
     fold_registers: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StandardLaunch:
+    """Block sizes of the standard step.
+
+    Attributes:
+        rows: Value rows of a program.
+        warps: Warps of a program.
+    """
+
+    rows: int
+    warps: int = 1
+
+
 def is_parallel(spec: StorageSpec) -> bool:
     """Whether the layer's pull-back needs no order: additive writes with scalar decays."""
     return spec.layer.write is Write.ADDITIVE and spec.layer.decay is Decay.SCALAR
@@ -61,15 +81,28 @@ def is_parallel(spec: StorageSpec) -> bool:
 def choose_launch(spec: StorageSpec, rows: int, tokens: int, device: torch.device) -> Launch:
     """Return how a layer is launched on ``device`` for a block of ``rows`` rows."""
     per_tile = spec.layer.value_dim // spec.ring.tiles
-    for rule in _table(device):
-        if _matches(rule["when"], spec, rows, tokens):
+    for rule in table_of(device)["rules"]:
+        if _matches(rule["when"], spec.layer, spec.format.value, rows, tokens):
             sizes = dict(rule["launch"])
             # a rule is measured at whole blocks: a smaller tile takes smaller ones
-            for name in ("chunk", "read_rows", "fold_rows", "fold_chunk"):
-                if name in sizes:
-                    sizes[name] = min(sizes[name], power_of_two(per_tile))
+            whole = power_of_two(per_tile)
+            for name in {"chunk", "read_rows", "fold_chunk"} & sizes.keys():
+                sizes[name] = min(sizes[name], whole)
+            sizes["fold_rows"] = min(sizes["fold_rows"], max(whole, LEAST_FOLD))
             return Launch(**sizes)
     return default_launch(spec, rows)
+
+
+def choose_standard(
+    layer: LayerSpec, dtype: torch.dtype, rows: int, tokens: int, device: torch.device
+) -> StandardLaunch:
+    """Return how the standard step is launched; ``dtype`` is that of the state."""
+    name = "bf16" if dtype is torch.bfloat16 else "f32"
+    for rule in table_of(device)["standard"]:
+        if _matches(rule["when"], layer, name, rows, tokens):
+            sizes = dict(rule["launch"])
+            return StandardLaunch(min(sizes.pop("rows"), power_of_two(layer.value_dim)), **sizes)
+    return StandardLaunch(min(32 // dtype.itemsize, power_of_two(layer.value_dim)))
 
 
 def default_launch(spec: StorageSpec, rows: int) -> Launch:
@@ -77,27 +110,34 @@ def default_launch(spec: StorageSpec, rows: int) -> Launch:
     per_tile = spec.layer.value_dim // spec.ring.tiles
     whole = power_of_two(per_tile)
     if FORMATS[spec.format].scaled:
-        return Launch(per_tile, min(whole, 64), min(whole, 16))
+        return Launch(per_tile, min(whole, 64), min(max(whole, LEAST_FOLD), 16))
     read = min(whole, 16)
-    return Launch(min(per_tile, 64), read, min(read, 16))
+    return Launch(min(per_tile, 64), read, max(read, LEAST_FOLD))
 
 
-def _matches(when: dict[str, Any], spec: StorageSpec, rows: int, tokens: int) -> bool:
+def _matches(when: dict[str, Any], layer: LayerSpec, state: str, rows: int, tokens: int) -> bool:
     """Whether a rule's conditions hold: lists of values, and least numbers of rows and tokens."""
     return (
         rows >= when.get("rows", 1)
         and tokens >= when.get("tokens", 1)
-        and spec.format.value in when.get("formats", [spec.format.value])
-        and spec.layer.write.value in when.get("writes", [spec.layer.write.value])
-        and spec.layer.decay.value in when.get("decays", [spec.layer.decay.value])
+        and state in when.get("formats", [state])
+        and layer.write.value in when.get("writes", [layer.write.value])
+        and layer.decay.value in when.get("decays", [layer.decay.value])
     )
 
 
 @cache
-def _table(device: torch.device) -> list[dict[str, Any]]:
-    """Return the rules measured on a device, none for one that was not."""
+def table_of(device: torch.device) -> dict[str, list[dict[str, Any]]]:
+    """Return the rules measured on a device; of a GPU that was not, none and a warning."""
     if device.type != "cuda":
-        return []
-    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
-    path = TABLES / f"{name}.json"
-    return json.loads(path.read_text())["rules"] if path.exists() else []
+        return {"rules": [], "standard": []}
+    name = device_name(device)
+    path = find_table(f"{name}.json")
+    if path is None:
+        warnings.warn(
+            f"no launch table for {name}: kernels are launched by a rule of sizes; `replayssm "
+            f"tune` measures one, and {FOLDER} names the folder it is in",
+            stacklevel=2,
+        )
+        return {"rules": [], "standard": []}
+    return {"standard": [], **json.loads(path.read_text(encoding="utf-8"))}

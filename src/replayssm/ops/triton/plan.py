@@ -69,6 +69,26 @@ def device_plan(
     return found
 
 
+def paths_on_device(
+    plan: BlockPlan, paths: Sequence[tuple[int, ...] | None], device: torch.device
+) -> Tensor:
+    """Return ``[B, T]`` int64 kept nodes, then -1; the layers of a forward share the copy."""
+    key = ("paths", tuple(paths), device)
+    found = plan.on_device.get(key)
+    if not isinstance(found, Tensor):
+        table = np.full((plan.rows, max(1, int(plan.lengths.max(initial=1)))), -1, np.int64)
+        for row, path in enumerate(paths):
+            table[row, : len(path or ())] = path or ()
+        found = plan.on_device[key] = _to(table, device)
+    return found
+
+
+def counts_on_host(plan: DevicePlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return ``folded`` and ``committed``, ``[B]`` each, once the device has come to rest."""
+    counts = plan.counts.cpu().numpy()
+    return counts[2], counts[3]
+
+
 def due_tiles(plan: BlockPlan, ring: RingSpec) -> NDArray[np.int32]:
     """Return ``[1 + B * tiles]``: the number of value tiles that fold, then which."""
     tile = np.arange(ring.tiles)

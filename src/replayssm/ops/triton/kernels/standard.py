@@ -21,15 +21,18 @@ def standard_kernel(
     BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write ``out`` and the state of one row, value head and block of ``BR`` value rows."""
-    row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
+    # neighbours take neighbouring rows of a state: memory is read in long runs
+    blocks: tl.constexpr = (V + BR - 1) // BR
+    block, pair = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    row, head = (pair // HV).to(tl.int64), pair % HV
     h = head // (HV // H)
-    r, kk = tl.program_id(1) * BR + tl.arange(0, BR), tl.arange(0, BK)
+    r, kk = block * BR + tl.arange(0, BR), tl.arange(0, BK)
     r_live, k_live = r < V, kk < K
     live = r_live[:, None] & k_live[None, :]
     slot = tl.load(plan + SLOT * rows + row)
     length = tl.load(plan + LENGTH * rows + row).to(tl.int32)
     at = head * V * K + r[:, None] * K + kk[None, :]
-    s = tl.load(state + slot * state_slot + at, live & (slot >= 0), 0.0).to(tl.float32)
+    held = tl.load(state + slot * state_slot + at, live & (slot >= 0), 0.0)
     rate, bias, skip = 0.0, 0.0, 0.0
     if GATES != "none":
         rate = tl.load(rates + head).to(tl.float32)
@@ -39,19 +42,32 @@ def standard_kernel(
             bias = tl.load(biases + head).to(tl.float32)
     if SKIP:
         skip = tl.load(skips + head).to(tl.float32)
-    for t in range(length):
-        query = tl.load(q + row * q_row + t * q_token + h * K + kk, k_live, 0.0).to(tl.float32)
-        key = tl.load(k + row * k_row + t * k_token + h * K + kk, k_live, 0.0).to(tl.float32)
-        value = tl.load(v + row * v_row + t * v_token + head * V + r, r_live, 0.0).to(tl.float32)
-        raw_w = 0.0
-        if GATES != "dt":
-            raw_w = tl.load(w + row * w_row + t * w_token + head).to(tl.float32)
-        if CHANNEL:
-            raw_g = tl.load(g + row * g_row + t * g_token + head * K + kk, k_live, 0.0)
-        else:
-            raw_g = tl.load(g + row * g_row + t * g_token + head)
-        log_decay, strength = gate(raw_g.to(tl.float32), raw_w, rate, bias, w_low, w_high, GATES)
-        query, key = unit(query, eps, NORM) * q_scale, unit(key, eps, NORM)
+    q += row * q_row + h * K
+    k += row * k_row + h * K
+    v += row * v_row + head * V
+    w += row * w_row + head
+    g += row * g_row + head * (K if CHANNEL else 1)
+    gate_z += row * z_row + head * V
+    out += row * out_row + head * V
+    raw_q, raw_k, raw_v, raw_g, raw_w, raw_z = inputs(
+        q, k, v, g, w, gate_z, r, kk, r_live, k_live, GATES, CHANNEL, HAS_Z
+    )
+    # a conversion waits for its load: the first token's inputs are under way before it
+    s = held.to(tl.float32)
+    for t in range(1 if T == 1 else length):
+        query, key = unit(raw_q.to(tl.float32), eps, NORM) * q_scale, raw_k.to(tl.float32)
+        key, value = unit(key, eps, NORM), raw_v.to(tl.float32)
+        log_decay, strength = gate(
+            raw_g.to(tl.float32), raw_w.to(tl.float32), rate, bias, w_low, w_high, GATES
+        )
+        z = raw_z.to(tl.float32)
+        if T > 1:
+            ahead = tl.minimum(t + 1, length - 1)
+            raw_q, raw_k, raw_v, raw_g, raw_w, raw_z = inputs(
+                q + ahead * q_token, k + ahead * k_token, v + ahead * v_token,
+                g + ahead * g_token, w + ahead * w_token, gate_z + ahead * z_token,
+                r, kk, r_live, k_live, GATES, CHANNEL, HAS_Z,
+            )  # fmt: skip
         if CHANNEL:
             s *= decay_of(log_decay)[None, :]
         else:
@@ -62,17 +78,33 @@ def standard_kernel(
         s += (strength * u)[:, None] * key[None, :]
         y = tl.sum(s * query[None, :], 1) + skip * value
         if HAS_Z:
-            z = tl.load(gate_z + row * z_row + t * z_token + head * V + r, r_live, 0.0)
-            y *= z.to(tl.float32) / (1.0 + tl.exp(-z.to(tl.float32)))
-        at_y = out + row * out_row + t * out_token + head * V + r
-        tl.store(at_y, y.to(out.dtype.element_ty), r_live)
+            y *= z / (1.0 + tl.exp(-z))
+        y = tl.where(length > 0, y, 0.0)
+        tl.store(out + t * out_token + r, y.to(out.dtype.element_ty), r_live)
         rounded = s.to(state.dtype.element_ty)
         if SNAPSHOTS:
             target = tl.load(targets + row * T + t)
-            tl.store(state + target * state_slot + at, rounded, live)
+            tl.store(state + target * state_slot + at, rounded, live & (length > 0))
         # what is read again is what was stored
         s = rounded.to(tl.float32)
     if not SNAPSHOTS:
-        tl.store(state + slot * state_slot + at, s.to(state.dtype.element_ty), live & (slot >= 0))
-    for t in range(length, T):
-        tl.store(out + row * out_row + t * out_token + head * V + r, 0.0, r_live)
+        kept = live & (slot >= 0) & (length > 0)
+        tl.store(state + slot * state_slot + at, s.to(state.dtype.element_ty), kept)
+    if T > 1:
+        for t in range(length, T):
+            tl.store(out + t * out_token + r, 0.0, r_live)
+
+
+@triton.jit
+def inputs(
+    q, k, v, g, w, gate_z, r, kk, r_live, k_live,
+    GATES: tl.constexpr, CHANNEL: tl.constexpr, HAS_Z: tl.constexpr,
+):  # fmt: skip
+    """Return one token's raw q, k, v, g, w and z; stand-ins where a family has none."""
+    raw_q = tl.load(q + kk, k_live, 0.0)
+    raw_k = tl.load(k + kk, k_live, 0.0)
+    raw_v = tl.load(v + r, r_live, 0.0)
+    raw_g = tl.load(g + kk, k_live, 0.0) if CHANNEL else tl.load(g)
+    raw_w = tl.load(w) if GATES != "dt" else raw_g
+    raw_z = tl.load(gate_z + r, r_live, 0.0) if HAS_Z else raw_v
+    return raw_q, raw_k, raw_v, raw_g, raw_w, raw_z
