@@ -1,8 +1,8 @@
 """The fold of one chunk of value rows, in fp32, from raw entries and both planes.
 
-Value rows never mix, so a chunk is folded in blocks of ``BF`` rows that stay in registers. With
-scalar decays a window is one or two matrix products on the tensor cores; entries with a decay per
-channel are folded one at a time. Every decay is a product of those of single entries.
+A window is folded by matrix products on the tensor cores, in blocks of ``BF`` value rows, which
+never mix. Every decay is a product of those of single entries. The warps of a program share the key
+channels of a block, ``SLICE`` each, so that a thread holds few of its numbers.
 
 Scaled formats need a column scale before a block can be encoded, and no block sees the others: it
 is the bound ``c' = c D + sum_j D_j w_j max|v_j| |k_j|`` on the new state's columns, from the old
@@ -16,12 +16,11 @@ from replayssm.ops.triton.kernels.common import decay_of, dot_exact, product
 from replayssm.ops.triton.kernels.planes import (
     COLUMN_SCALE_MAX,
     COLUMN_SCALE_MIN,
-    read_rows,
-    write_tile,
+    join_rows,
+    load_rows,
+    write_rows,
+    write_scales,
 )
-
-# entries whose part of a column bound is made at a time
-GROUP = tl.constexpr(8)
 
 
 @triton.jit
@@ -33,188 +32,82 @@ def _as_scale(bound, old):
 
 
 @triton.jit
-def _column_bound(
-    old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Return the column scale ``[K]`` that a chunk takes after folding ``count`` entries."""
-    kk, rows = tl.arange(0, BK), row0 + tl.arange(0, BC)
-    bound = old
-    for j in range(0, count, GROUP):
-        e = j + tl.arange(0, GROUP)
-        live, more = e < count, (e + 1 < count) & (e + 1 < j + GROUP)
-        at = start + e
-        at = tl.where(at >= R, at - R, at)
-        following = tl.where(at + 1 >= R, at + 1 - R, at + 1)
-        k_live = live[:, None] & (kk < K)[None, :]
-        keys = tl.load(ring_k + at[:, None] * K + kk[None, :], k_live, 0.0).to(tl.float32)
-        values = tl.load(ring_v + at[:, None] * V + rows[None, :],
-                         live[:, None] & (rows < row_end)[None, :], 0.0)  # fmt: skip
-        largest = tl.max(tl.abs(values.to(tl.float32)), 1)
-        largest *= tl.abs(tl.load(ring_w + at, live, 0.0))
-        gates = tl.load(ring_g + at[:, None] * K + kk[None, :], k_live, 0.0)
-        later = tl.load(ring_g + following[:, None] * K + kk[None, :],
-                        k_live & more[:, None], 0.0)  # fmt: skip
-        after = tl.cumprod(decay_of(later), 0, reverse=True)
-        part = tl.sum(largest[:, None] * after * tl.abs(keys), 0)
-        bound = bound * product(decay_of(gates), 0) + part
-    return _as_scale(bound, old)
+def _inverse_of_unit_upper(a, FE: tl.constexpr, ASM: tl.constexpr):
+    """Return ``(I + a)^-1`` for a strictly upper ``a [FE, FE]``.
 
-
-@triton.jit
-def _fold_rows(
-    state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, DELTA: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Fold ``count`` entries into a block of value rows ``[BF, K]``, oldest first."""
-    kk = tl.arange(0, BK)
-    k_live = kk < K
-    at = start
-    next_key = tl.load(ring_k + at * K + kk, k_live, 0.0)
-    next_value = tl.load(ring_v + at * V + rows, rows_live, 0.0)
-    next_w = tl.load(ring_w + at)
-    next_g = tl.load(ring_g + at * K + kk, k_live, 0.0)
-    for j in range(count):
-        key, value = next_key.to(tl.float32), next_value.to(tl.float32)
-        strength, log_decay = next_w, next_g
-        # the newer entry is on its way while this one is folded
-        at = tl.where(at + 1 >= R, 0, at + 1)
-        more = j + 1 < count
-        next_key = tl.load(ring_k + at * K + kk, k_live & more, 0.0)
-        next_value = tl.load(ring_v + at * V + rows, rows_live & more, 0.0)
-        next_w = tl.load(ring_w + at, more, 0.0)
-        next_g = tl.load(ring_g + at * K + kk, k_live & more, 0.0)
-        state = state * decay_of(log_decay)[None, :]
-        if DELTA:
-            value -= tl.sum(state * key[None, :], 1)
-        state += (strength * value)[:, None] * key[None, :]
-    return state
-
-
-@triton.jit
-def _inverse_of_unit_lower(a, FE: tl.constexpr):
-    """Return the transpose of ``(I + a)^-1`` for a strictly lower ``a [FE, FE]``, row by row."""
+    Inverses of diagonal blocks give those of blocks twice their size.
+    """
     i, j = tl.arange(0, FE)[:, None], tl.arange(0, FE)[None, :]
-    x = tl.where(i == j, 1.0, 0.0)
-    for s in range(1, FE):
-        row = tl.sum(tl.where(i == s, a, 0.0), 0)
-        column = tl.sum(x * row[None, :], 1)
-        x = tl.where(j == s, x - column[:, None], x)
+    x = tl.where(i == j, 1.0, tl.where(i >> 1 == j >> 1, -a, 0.0))
+    zero = tl.zeros((FE, FE), tl.float32)
+    for level in tl.static_range(1, FE.bit_length() - 1):
+        is_beside = (i >> level != j >> level) & (i >> level + 1 == j >> level + 1)
+        beside = tl.where(is_beside, -a, 0.0)
+        x = dot_exact(dot_exact(x, beside, zero, ASM), x, x, ASM)
     return x
 
 
 @triton.jit
-def _solve(keys, decay, strength, FE: tl.constexpr, B16: tl.constexpr):
-    """Return the transpose of ``(I + A)^-1`` of a window's entries (see :func:`_fold_products`)."""
+def _scalar_products(keys, decay, FE: tl.constexpr, ASM: tl.constexpr):
+    """Return ``D_{t+1..s} k_s . k_t`` of entries s > t at ``[t, s]``, 0 elsewhere; keys ``[K, FE]``."""
     e = tl.arange(0, FE)
-    newer, older = e[:, None], e[None, :]
-    between = tl.cumprod(tl.where(newer > older, decay[:, None], 1.0), 0)
-    if B16:
-        products = tl.dot(keys, tl.trans(keys))
-    else:
-        wide = keys.to(tl.float32)
-        products = tl.dot(wide, tl.trans(wide), input_precision="ieee")
-    lower = strength[:, None] * between * products
-    return _inverse_of_unit_lower(tl.where(newer > older, lower, 0.0), FE)
+    is_newer = e[None, :] > e[:, None]
+    between = tl.cumprod(tl.where(is_newer, decay[None, :], 1.0), 1)
+    products = dot_exact(tl.trans(keys), keys, tl.zeros((FE, FE), tl.float32), ASM)
+    return tl.where(is_newer, between * products, 0.0)
 
 
 @triton.jit
-def _fold_products(
-    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
-    DELTA: tl.constexpr, ASM: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, FE: tl.constexpr,
-):  # fmt: skip
-    """Fold ``count <= FE`` entries with scalar decays into a chunk: ``S D + U K``.
+def _sliced(x, COUNT: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
+    """Return ``[K, count]`` as ``[slices, channels, count]``, channels in the order of a block's."""
+    x = tl.permute(tl.reshape(x, (SLICES, 4, VEC // 2, 2, COUNT)), (0, 2, 1, 3, 4))
+    return tl.reshape(x, (SLICES, 4 * VEC, COUNT))
 
-    An entry's row of U takes the decay behind it. It is ``w v`` of an additive write. For delta
-    writes it is that of the UT transform, ``(I + A)^-1 R``, with A strictly lower, ``A_st = w_s
-    D_{t+1..s} k_s . k_t`` and ``R_s = w_s (v_s - D_{1..s} S k_s)``.
+
+@triton.jit
+def _transposed(x):
+    """Return ``[slices, n, m]`` as ``[slices, m, n]``."""
+    return tl.permute(x, (0, 2, 1))
+
+
+@triton.jit
+def _block(x, ROWS: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
+    """Return stored ``[8, slices, rows / 8, channels]`` as ``[slices, rows, channels]``."""
+    x = tl.reshape(x, (8, SLICES, ROWS // 8, 4, VEC // 2, 2))
+    return tl.reshape(tl.permute(x, (1, 2, 0, 4, 3, 5)), (SLICES, ROWS, 4 * VEC))
+
+
+@triton.jit
+def _stored(x, ROWS: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
+    """Return ``[slices, rows, channels]`` as it is stored: undo :func:`_block`."""
+    x = tl.reshape(x, (SLICES, ROWS // 8, 8, VEC // 2, 4, 2))
+    return tl.reshape(tl.permute(x, (2, 0, 1, 4, 3, 5)), (8, SLICES, ROWS // 8, 4 * VEC))
+
+
+@triton.jit
+def _channel_products(
+    keys, decay, later, FE: tl.constexpr, FK: tl.constexpr, SLICES: tl.constexpr,
+    VEC: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Return the same for a decay per channel, ``decay`` of an entry and ``later`` of the next.
+
+    Entries s and t in neighbouring blocks meet where the blocks do: the decays between them are
+    those from there up to s, times those behind t up to there.
     """
-    kk, e = tl.arange(0, BK), tl.arange(0, FE)
-    k_live, e_live = kk < K, e < count
-    SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
-    B16: tl.constexpr = ASM and ring_k.dtype.element_ty == tl.bfloat16
-    at, next_at = start + e, start + e + 1
-    at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
-    keys = tl.load(ring_k + at[:, None] * K + kk[None, :], e_live[:, None] & k_live[None, :], 0.0)
-    # the decay behind an entry is the product of the newer decays, never a quotient of products
-    later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
-    after = tl.cumprod(decay_of(later), 0, reverse=True)
-    decay = decay_of(tl.load(ring_g + at, e_live, 0.0))
-    strength = tl.load(ring_w + at, e_live, 0.0)
-    weight, carry = strength * after, product(decay, 0)
-    if DELTA:
-        solve = _solve(keys, decay, strength, FE, B16) * after[None, :]
-        upto = strength * tl.cumprod(decay, 0)
-    if SCALED:
-        every = row0 + tl.arange(0, BC)
-        sizes = tl.load(ring_v + at[:, None] * V + every[None, :],
-                        e_live[:, None] & (every < row_end)[None, :], 0.0)  # fmt: skip
-        size = tl.max(tl.abs(sizes.to(tl.float32)), 1) * tl.abs(weight)
-        old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
-        part = tl.sum(size[:, None] * tl.abs(keys.to(tl.float32)), 0)
-        fresh = _as_scale(old * carry + part, old)
-        inverse = 1.0 / fresh.to(tl.float32)
-        # a delta fold needs the state itself before it decays
-        carry = tl.broadcast_to(carry, (BK,)) if DELTA else old * carry
-    # the bound is known at run time only, so that blocks are not unrolled into each other
-    for block in range(0, row_end - row0, BF):
-        rows = row0 + block + tl.arange(0, BF)
-        rows_live = rows < row_end
-        at_s = rows[:, None] * K + kk[None, :]
-        live = rows_live[:, None] & k_live[None, :]
-        state = read_rows(high, low, scales, at_s, live, rows, rows_live, FORMAT, ASM)
-        values = tl.load(ring_v + at[None, :] * V + rows[:, None],
-                         e_live[None, :] & rows_live[:, None], 0.0)  # fmt: skip
-        if DELTA:
-            if SCALED:
-                state *= old[None, :]
-            known = dot_exact(state, tl.trans(keys), tl.zeros((BF, FE), tl.float32), B16)
-            update = values.to(tl.float32) * strength[None, :] - upto[None, :] * known
-            update = tl.dot(update, solve, input_precision="ieee")
-        else:
-            update = values.to(tl.float32) * weight[None, :]
-        if SCALED:
-            state = dot_exact(update, keys, state * carry[None, :], B16) * inverse[None, :]
-        else:
-            state = dot_exact(update, keys, state * carry, B16)
-        write_tile(state, high, low, scales, at_s, live, rows, rows_live, FORMAT, ASM)
-    if SCALED:
-        tl.store(columns + kk, fresh, k_live)
-
-
-@triton.jit
-def _fold_entries(
-    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
-    DELTA: tl.constexpr, ASM: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Fold ``count`` entries with a decay per channel into a chunk, one at a time."""
-    kk = tl.arange(0, BK)
-    k_live = kk < K
-    SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
-    if SCALED:
-        old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
-        fresh = _column_bound(old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-                              K, V, R, BC, BK)  # fmt: skip
-        inverse = 1.0 / fresh.to(tl.float32)
-    for block in range(0, row_end - row0, BF):
-        rows = row0 + block + tl.arange(0, BF)
-        rows_live = rows < row_end
-        at = rows[:, None] * K + kk[None, :]
-        live = rows_live[:, None] & k_live[None, :]
-        state = read_rows(high, low, scales, at, live, rows, rows_live, FORMAT, ASM)
-        if SCALED:
-            state *= old[None, :]
-        state = _fold_rows(state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
-                           K, V, R, DELTA, BK)  # fmt: skip
-        if SCALED:
-            state *= inverse[None, :]
-        write_tile(state, high, low, scales, at, live, rows, rows_live, FORMAT, ASM)
-    if SCALED:
-        tl.store(columns + kk, fresh, k_live)
+    e = tl.arange(0, FE)
+    t, s = e[:, None], e[None, :]
+    total = tl.zeros((SLICES, FE, FE), tl.float32)
+    for level in tl.static_range(0, FE.bit_length() - 1):
+        ends = ((e + 1) >> level << level == e + 1)[None, :]
+        upto = tl.reshape(decay, (FK, FE >> level, 1 << level))
+        behind = tl.reshape(tl.where(ends, 1.0, later), (FK, FE >> level, 1 << level))
+        upto, behind = tl.cumprod(upto, 2), tl.cumprod(behind, 2, reverse=True)
+        older = _sliced(keys * tl.reshape(behind, (FK, FE)), FE, SLICES, VEC)
+        newer = _sliced(keys * tl.reshape(upto, (FK, FE)), FE, SLICES, VEC)
+        part = dot_exact(_transposed(older), newer, tl.zeros_like(total), ASM)
+        meet = (s >> level == (t >> level) + 1) & (s >> level + 1 == t >> level + 1)
+        total += tl.where(meet[None, :, :], part, 0.0)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -224,20 +117,95 @@ def fold_chunk(
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Bring value rows ``row0 .. row_end - 1`` of a head over ``count`` entries, to a boundary.
+    """Bring value rows ``row0 .. row_end - 1`` of a head over ``count`` entries: ``S D + U K``.
 
     Pointers are those of the slot's head, ``columns`` of its tile. ``start`` is the ring index of
-    the oldest entry.
+    the oldest entry, and the newest ends at a boundary. An entry's row of U takes the decay behind
+    it. It is ``w v`` of an additive write. For delta writes it is that of the UT transform, ``(I +
+    A)^-1 R``, with A strictly lower, ``A_st = w_s D_{t+1..s} k_s . k_t`` and ``R_s = w_s (v_s -
+    D_{1..s} S k_s)``.
     """
+    # a matrix unit takes 16 entries or more
+    FE: tl.constexpr = 16 if WINDOW <= 16 else 1 << (WINDOW - 1).bit_length()
+    FK: tl.constexpr = BK if BK > 16 else 16
+    VEC: tl.constexpr = 4 if FORMAT == "f32" or FK == 16 else 8
+    SLICES: tl.constexpr = FK // (4 * VEC)
+    SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
+    kk, e = tl.arange(0, FK), tl.arange(0, FE)
+    k_live, e_live = kk < K, e < count
+    at, next_at = start + e, start + e + 1
+    at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
+    strength = tl.load(ring_w + at, e_live, 0.0)
+    at_k, k_e_live = at[None, :] * K + kk[:, None], e_live[None, :] & k_live[:, None]
     if CHANNEL:
-        _fold_entries(
-            high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-            K, V, R, FORMAT, DELTA, ASM, BF, BC, BK,
-        )  # fmt: skip
+        # a thread takes all entries of a channel
+        at_k = tl.max_contiguous(at_k, (1, 1))
+        at_next = tl.max_contiguous(next_at[None, :] * K + kk[:, None], (1, 1))
+        keys = tl.load(ring_k + at_k, k_e_live, 0.0).to(tl.float32)
+        decay = decay_of(tl.load(ring_g + at_k, k_e_live, 0.0))
+        later = tl.load(ring_g + at_next, (e + 1 < count)[None, :] & k_live[:, None], 0.0)
+        later = decay_of(later)
+        carry, far = product(decay, 1), keys * tl.cumprod(later, 1, reverse=True)
+        upto, weight, after = strength, strength, tl.full((FE,), 1.0, tl.float32)
+        if DELTA:
+            near = keys * tl.cumprod(decay, 1)
+            products = _channel_products(keys, decay, later, FE, FK, SLICES, VEC, ASM)
     else:
-        # a matrix unit takes 16 entries or more
-        FE: tl.constexpr = 16 if WINDOW <= 16 else 1 << (WINDOW - 1).bit_length()
-        _fold_products(
-            high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-            K, V, R, FORMAT, DELTA, ASM, BF, BC, BK, FE,
-        )  # fmt: skip
+        far = tl.load(ring_k + at_k, k_e_live, 0.0)
+        # the decay behind an entry is the product of the newer decays, never a quotient of products
+        later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
+        after = tl.cumprod(decay_of(later), 0, reverse=True)
+        decay = decay_of(tl.load(ring_g + at, e_live, 0.0))
+        near, weight, carry = far, strength * after, tl.broadcast_to(product(decay, 0), (FK,))
+        upto = strength * tl.cumprod(decay, 0)
+        if DELTA:
+            products = _scalar_products(far, decay, FE, ASM)
+    if DELTA:
+        solve = _inverse_of_unit_upper(products * strength[None, :], FE, ASM) * after[None, :]
+        solve = tl.broadcast_to(solve[None, :, :], (SLICES, FE, FE))
+        near = _sliced(near, FE, SLICES, VEC)
+    if SCALED:
+        every = row0 + tl.arange(0, BC)
+        sizes = tl.load(ring_v + at[:, None] * V + every[None, :],
+                        e_live[:, None] & (every < row_end)[None, :], 0.0)  # fmt: skip
+        size = tl.max(tl.abs(sizes.to(tl.float32)), 1) * tl.abs(weight)
+        old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
+        part = tl.sum(size[None, :] * tl.abs(far.to(tl.float32)), 1)
+        fresh = _as_scale(old * carry + part, old)
+        inverse = _transposed(_sliced((1.0 / fresh.to(tl.float32))[:, None], 1, SLICES, VEC))
+        # a delta fold needs the state itself before it decays
+        carry = carry if DELTA else old * carry
+        old = _transposed(_sliced(old[:, None], 1, SLICES, VEC))
+    if not DELTA:
+        far = far.to(tl.float32) * weight[None, :]
+    far = _transposed(_sliced(far, FE, SLICES, VEC))
+    carry = _transposed(_sliced(carry[:, None], 1, SLICES, VEC))
+    in_block = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, BF // 8)[None, None, :, None] * 8
+    channel = tl.arange(0, SLICES)[None, :, None, None] * (4 * VEC)
+    channel += tl.arange(0, 4 * VEC)[None, None, None, :]
+    # the bound is known at run time only, so that blocks are not unrolled into each other
+    for block in range(0, row_end - row0, BF):
+        r = row0 + block + in_block
+        rows = row0 + block + tl.arange(0, BF)
+        at_s = tl.max_contiguous(r * K + channel, (1, 1, 1, VEC))
+        live = (r < row_end) & (channel < K)
+        top, rest, unit = load_rows(high, low, scales, at_s, live, r, r < row_end, FORMAT)
+        values = tl.load(ring_v + at[None, :] * V + rows[:, None],
+                         e_live[None, :] & (rows < row_end)[:, None], 0.0)  # fmt: skip
+        state = _block(join_rows(top, rest, unit, FORMAT, ASM), BF, SLICES, VEC)
+        values = tl.broadcast_to(values[None, :, :], (SLICES, BF, FE))
+        if DELTA:
+            if SCALED:
+                state *= old
+            none = tl.zeros((SLICES, BF, FE), tl.float32)
+            known = tl.sum(dot_exact(state, near, none, ASM), 0)
+            values = values.to(tl.float32) * strength - (upto * known)[None, :, :]
+            values = dot_exact(values, solve, none, ASM)
+        state = dot_exact(values, far, state * carry, ASM)
+        if SCALED:
+            state *= inverse
+            per_unit = write_scales(state, scales, rows, rows < row_end, FORMAT)
+            state *= per_unit[None, :, None]
+        write_rows(_stored(state, BF, SLICES, VEC), high, low, at_s, live, FORMAT, ASM)
+    if SCALED:
+        tl.store(columns + kk, fresh, k_live)
