@@ -200,17 +200,6 @@ def _fetch(target):
 
 
 @triton.jit
-def fetch_rows(at, COUNT: tl.constexpr, live):
-    """Bring ``COUNT`` elements at a scalar pointer into the L2 cache."""
-    per_line: tl.constexpr = 128 // (at.dtype.element_ty.primitive_bitwidth // 8)
-    lines: tl.constexpr = (COUNT + per_line - 1) // per_line
-    width: tl.constexpr = 1 << (lines - 1).bit_length()
-    line = tl.arange(0, width)
-    # lines beyond the last ask for the last again
-    _fetch(at + tl.where(live, tl.minimum(line, lines - 1) * per_line, 0))
-
-
-@triton.jit
 def fetch_entries(ring, start, count, R: tl.constexpr, WIDTH: tl.constexpr):
     """Bring ``count`` entries of a ring, ``WIDTH`` elements each, into the L2 cache."""
     per_line: tl.constexpr = 128 // (ring.dtype.element_ty.primitive_bitwidth // 8)

@@ -1,8 +1,12 @@
 """The fold of one chunk of value rows, in fp32, from raw entries and both planes.
 
-A window is folded by matrix products on the tensor cores, in blocks of ``BF`` value rows, which
-never mix. Every decay is a product of those of single entries. The warps of a program share the key
-channels of a block, ``SLICE`` each, so that a thread holds few of its numbers.
+Value rows never mix, so a chunk is folded in blocks of ``BF`` rows that stay in registers. With
+scalar decays a window is one or two matrix products on the tensor cores; entries with a decay per
+channel are folded one at a time. Every decay is a product of those of single entries.
+
+For the products a block is cut in slices of key channels, ``[slices, rows, channels]``, and the
+channels of a slice are put in the order in which a thread finds the numbers that the tensor cores
+want from it side by side in memory: blocks go from memory to them and back with no exchange.
 
 Scaled formats need a column scale before a block can be encoded, and no block sees the others: it
 is the bound ``c' = c D + sum_j D_j w_j max|v_j| |k_j|`` on the new state's columns, from the old
@@ -22,6 +26,9 @@ from replayssm.ops.triton.kernels.planes import (
     write_scales,
 )
 
+# entries whose part of a column bound is made at a time
+GROUP = tl.constexpr(8)
+
 
 @triton.jit
 def _as_scale(bound, old):
@@ -32,10 +39,69 @@ def _as_scale(bound, old):
 
 
 @triton.jit
-def _inverse_of_unit_upper(a, FE: tl.constexpr, ASM: tl.constexpr):
+def _column_bound(
+    old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return the column scale ``[K]`` that a chunk takes after folding ``count`` entries."""
+    kk, rows = tl.arange(0, BK), row0 + tl.arange(0, BC)
+    bound = old
+    for j in range(0, count, GROUP):
+        e = j + tl.arange(0, GROUP)
+        live, more = e < count, (e + 1 < count) & (e + 1 < j + GROUP)
+        at = start + e
+        at = tl.where(at >= R, at - R, at)
+        following = tl.where(at + 1 >= R, at + 1 - R, at + 1)
+        k_live = live[:, None] & (kk < K)[None, :]
+        keys = tl.load(ring_k + at[:, None] * K + kk[None, :], k_live, 0.0).to(tl.float32)
+        values = tl.load(ring_v + at[:, None] * V + rows[None, :],
+                         live[:, None] & (rows < row_end)[None, :], 0.0)  # fmt: skip
+        largest = tl.max(tl.abs(values.to(tl.float32)), 1)
+        largest *= tl.abs(tl.load(ring_w + at, live, 0.0))
+        gates = tl.load(ring_g + at[:, None] * K + kk[None, :], k_live, 0.0)
+        later = tl.load(ring_g + following[:, None] * K + kk[None, :],
+                        k_live & more[:, None], 0.0)  # fmt: skip
+        after = tl.cumprod(decay_of(later), 0, reverse=True)
+        part = tl.sum(largest[:, None] * after * tl.abs(keys), 0)
+        bound = bound * product(decay_of(gates), 0) + part
+    return _as_scale(bound, old)
+
+
+@triton.jit
+def _fold_rows(
+    state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, DELTA: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Fold ``count`` entries into a block of value rows ``[BF, K]``, oldest first."""
+    kk = tl.arange(0, BK)
+    k_live = kk < K
+    at = start
+    next_key = tl.load(ring_k + at * K + kk, k_live, 0.0)
+    next_value = tl.load(ring_v + at * V + rows, rows_live, 0.0)
+    next_w = tl.load(ring_w + at)
+    next_g = tl.load(ring_g + at * K + kk, k_live, 0.0)
+    for j in range(count):
+        key, value = next_key.to(tl.float32), next_value.to(tl.float32)
+        strength, log_decay = next_w, next_g
+        # the newer entry is on its way while this one is folded
+        at = tl.where(at + 1 >= R, 0, at + 1)
+        more = j + 1 < count
+        next_key = tl.load(ring_k + at * K + kk, k_live & more, 0.0)
+        next_value = tl.load(ring_v + at * V + rows, rows_live & more, 0.0)
+        next_w = tl.load(ring_w + at, more, 0.0)
+        next_g = tl.load(ring_g + at * K + kk, k_live & more, 0.0)
+        state = state * decay_of(log_decay)[None, :]
+        if DELTA:
+            value -= tl.sum(state * key[None, :], 1)
+        state += (strength * value)[:, None] * key[None, :]
+    return state
+
+
+@triton.jit
+def _inverse_of_unit_upper(a, FE: tl.constexpr, SPLIT: tl.constexpr):
     """Return ``(I + a)^-1`` for a strictly upper ``a [FE, FE]``.
 
-    Inverses of diagonal blocks give those of blocks twice their size.
+    The inverses of two neighbouring diagonal blocks give that of the block they are in.
     """
     i, j = tl.arange(0, FE)[:, None], tl.arange(0, FE)[None, :]
     x = tl.where(i == j, 1.0, tl.where(i >> 1 == j >> 1, -a, 0.0))
@@ -43,31 +109,31 @@ def _inverse_of_unit_upper(a, FE: tl.constexpr, ASM: tl.constexpr):
     for level in tl.static_range(1, FE.bit_length() - 1):
         is_beside = (i >> level != j >> level) & (i >> level + 1 == j >> level + 1)
         beside = tl.where(is_beside, -a, 0.0)
-        x = dot_exact(dot_exact(x, beside, zero, ASM), x, x, ASM)
+        x = dot_exact(dot_exact(x, beside, zero, SPLIT), x, x, SPLIT)
     return x
 
 
 @triton.jit
-def _scalar_products(keys, decay, FE: tl.constexpr, ASM: tl.constexpr):
-    """Return ``D_{t+1..s} k_s . k_t`` of entries s > t at ``[t, s]``, 0 elsewhere; keys ``[K, FE]``."""
+def _products_of_keys(keys, decay, FE: tl.constexpr, SPLIT: tl.constexpr):
+    """Return ``D_{t+1..s} k_s . k_t`` at ``[t, s]``, 0 unless s > t; ``keys [K, FE]``."""
     e = tl.arange(0, FE)
     is_newer = e[None, :] > e[:, None]
     between = tl.cumprod(tl.where(is_newer, decay[None, :], 1.0), 1)
-    products = dot_exact(tl.trans(keys), keys, tl.zeros((FE, FE), tl.float32), ASM)
+    products = dot_exact(tl.trans(keys), keys, tl.zeros((FE, FE), tl.float32), SPLIT)
     return tl.where(is_newer, between * products, 0.0)
 
 
 @triton.jit
 def _sliced(x, COUNT: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
-    """Return ``[K, count]`` as ``[slices, channels, count]``, channels in the order of a block's."""
+    """Return ``[K, count]`` as ``[slices, channels, count]``, channels in a block's order."""
     x = tl.permute(tl.reshape(x, (SLICES, 4, VEC // 2, 2, COUNT)), (0, 2, 1, 3, 4))
     return tl.reshape(x, (SLICES, 4 * VEC, COUNT))
 
 
 @triton.jit
-def _transposed(x):
-    """Return ``[slices, n, m]`` as ``[slices, m, n]``."""
-    return tl.permute(x, (0, 2, 1))
+def _across(x, SLICES: tl.constexpr, VEC: tl.constexpr):
+    """Return ``[K]`` as ``[slices, 1, channels]`` in the same order."""
+    return tl.permute(_sliced(x[:, None], 1, SLICES, VEC), (0, 2, 1))
 
 
 @triton.jit
@@ -85,101 +151,60 @@ def _stored(x, ROWS: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def _channel_products(
-    keys, decay, later, FE: tl.constexpr, FK: tl.constexpr, SLICES: tl.constexpr,
-    VEC: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Return the same for a decay per channel, ``decay`` of an entry and ``later`` of the next.
-
-    Entries s and t in neighbouring blocks meet where the blocks do: the decays between them are
-    those from there up to s, times those behind t up to there.
-    """
-    e = tl.arange(0, FE)
-    t, s = e[:, None], e[None, :]
-    total = tl.zeros((SLICES, FE, FE), tl.float32)
-    for level in tl.static_range(0, FE.bit_length() - 1):
-        ends = ((e + 1) >> level << level == e + 1)[None, :]
-        upto = tl.reshape(decay, (FK, FE >> level, 1 << level))
-        behind = tl.reshape(tl.where(ends, 1.0, later), (FK, FE >> level, 1 << level))
-        upto, behind = tl.cumprod(upto, 2), tl.cumprod(behind, 2, reverse=True)
-        older = _sliced(keys * tl.reshape(behind, (FK, FE)), FE, SLICES, VEC)
-        newer = _sliced(keys * tl.reshape(upto, (FK, FE)), FE, SLICES, VEC)
-        part = dot_exact(_transposed(older), newer, tl.zeros_like(total), ASM)
-        meet = (s >> level == (t >> level) + 1) & (s >> level + 1 == t >> level + 1)
-        total += tl.where(meet[None, :, :], part, 0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def fold_chunk(
+def _fold_products(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
+    DELTA: tl.constexpr, ASM: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, FE: tl.constexpr,
 ):  # fmt: skip
-    """Bring value rows ``row0 .. row_end - 1`` of a head over ``count`` entries: ``S D + U K``.
+    """Fold ``count <= FE`` entries with scalar decays into a chunk: ``S D + U K``.
 
-    Pointers are those of the slot's head, ``columns`` of its tile. ``start`` is the ring index of
-    the oldest entry, and the newest ends at a boundary. An entry's row of U takes the decay behind
-    it. It is ``w v`` of an additive write. For delta writes it is that of the UT transform, ``(I +
-    A)^-1 R``, with A strictly lower, ``A_st = w_s D_{t+1..s} k_s . k_t`` and ``R_s = w_s (v_s -
-    D_{1..s} S k_s)``.
+    An entry's row of U takes the decay behind it. It is ``w v`` of an additive write. For delta
+    writes it is that of the UT transform, ``(I + A)^-1 R``, with A strictly lower, ``A_st = w_s
+    D_{t+1..s} k_s . k_t`` and ``R_s = w_s (v_s - D_{1..s} S k_s)``.
     """
-    # a matrix unit takes 16 entries or more
-    FE: tl.constexpr = 16 if WINDOW <= 16 else 1 << (WINDOW - 1).bit_length()
     FK: tl.constexpr = BK if BK > 16 else 16
+    # numbers that a thread finds side by side: 16 bytes of the plane with the wider ones
     VEC: tl.constexpr = 4 if FORMAT == "f32" or FK == 16 else 8
     SLICES: tl.constexpr = FK // (4 * VEC)
     SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
+    SPLIT: tl.constexpr = ASM and ring_k.dtype.element_ty == tl.bfloat16
     kk, e = tl.arange(0, FK), tl.arange(0, FE)
     k_live, e_live = kk < K, e < count
     at, next_at = start + e, start + e + 1
     at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
+    keys = tl.load(ring_k + at[None, :] * K + kk[:, None],
+                   e_live[None, :] & k_live[:, None], 0.0)  # fmt: skip
+    # the decay behind an entry is the product of the newer decays, never a quotient of products
+    later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
+    after = tl.cumprod(decay_of(later), 0, reverse=True)
+    decay = decay_of(tl.load(ring_g + at, e_live, 0.0))
     strength = tl.load(ring_w + at, e_live, 0.0)
-    at_k, k_e_live = at[None, :] * K + kk[:, None], e_live[None, :] & k_live[:, None]
-    if CHANNEL:
-        # a thread takes all entries of a channel
-        at_k = tl.max_contiguous(at_k, (1, 1))
-        at_next = tl.max_contiguous(next_at[None, :] * K + kk[:, None], (1, 1))
-        keys = tl.load(ring_k + at_k, k_e_live, 0.0).to(tl.float32)
-        decay = decay_of(tl.load(ring_g + at_k, k_e_live, 0.0))
-        later = tl.load(ring_g + at_next, (e + 1 < count)[None, :] & k_live[:, None], 0.0)
-        later = decay_of(later)
-        carry, far = product(decay, 1), keys * tl.cumprod(later, 1, reverse=True)
-        upto, weight, after = strength, strength, tl.full((FE,), 1.0, tl.float32)
-        if DELTA:
-            near = keys * tl.cumprod(decay, 1)
-            products = _channel_products(keys, decay, later, FE, FK, SLICES, VEC, ASM)
-    else:
-        far = tl.load(ring_k + at_k, k_e_live, 0.0)
-        # the decay behind an entry is the product of the newer decays, never a quotient of products
-        later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
-        after = tl.cumprod(decay_of(later), 0, reverse=True)
-        decay = decay_of(tl.load(ring_g + at, e_live, 0.0))
-        near, weight, carry = far, strength * after, tl.broadcast_to(product(decay, 0), (FK,))
-        upto = strength * tl.cumprod(decay, 0)
-        if DELTA:
-            products = _scalar_products(far, decay, FE, ASM)
+    weight, carry = strength * after, tl.broadcast_to(product(decay, 0), (FK,))
     if DELTA:
-        solve = _inverse_of_unit_upper(products * strength[None, :], FE, ASM) * after[None, :]
+        transposed = _products_of_keys(keys, decay, FE, SPLIT) * strength[None, :]
+        solve = _inverse_of_unit_upper(transposed, FE, SPLIT) * after[None, :]
         solve = tl.broadcast_to(solve[None, :, :], (SLICES, FE, FE))
-        near = _sliced(near, FE, SLICES, VEC)
+        upto = strength * tl.cumprod(decay, 0)
     if SCALED:
         every = row0 + tl.arange(0, BC)
         sizes = tl.load(ring_v + at[:, None] * V + every[None, :],
                         e_live[:, None] & (every < row_end)[None, :], 0.0)  # fmt: skip
         size = tl.max(tl.abs(sizes.to(tl.float32)), 1) * tl.abs(weight)
         old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
-        part = tl.sum(size[None, :] * tl.abs(far.to(tl.float32)), 1)
+        part = tl.sum(size[None, :] * tl.abs(keys.to(tl.float32)), 1)
         fresh = _as_scale(old * carry + part, old)
-        inverse = _transposed(_sliced((1.0 / fresh.to(tl.float32))[:, None], 1, SLICES, VEC))
+        inverse = _across(1.0 / fresh.to(tl.float32), SLICES, VEC)
         # a delta fold needs the state itself before it decays
         carry = carry if DELTA else old * carry
-        old = _transposed(_sliced(old[:, None], 1, SLICES, VEC))
-    if not DELTA:
-        far = far.to(tl.float32) * weight[None, :]
-    far = _transposed(_sliced(far, FE, SLICES, VEC))
-    carry = _transposed(_sliced(carry[:, None], 1, SLICES, VEC))
+        old = _across(old, SLICES, VEC)
+    if DELTA:
+        near = _sliced(keys, FE, SLICES, VEC)
+        far = near
+    else:
+        # a bf16 value is exact on the tensor cores, what it is multiplied by is fp32
+        far = _sliced(keys.to(tl.float32) * weight[None, :], FE, SLICES, VEC)
+    far, carry = tl.permute(far, (0, 2, 1)), _across(carry, SLICES, VEC)
     in_block = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, BF // 8)[None, None, :, None] * 8
     channel = tl.arange(0, SLICES)[None, :, None, None] * (4 * VEC)
     channel += tl.arange(0, 4 * VEC)[None, None, None, :]
@@ -198,10 +223,10 @@ def fold_chunk(
             if SCALED:
                 state *= old
             none = tl.zeros((SLICES, BF, FE), tl.float32)
-            known = tl.sum(dot_exact(state, near, none, ASM), 0)
+            known = tl.sum(dot_exact(state, near, none, SPLIT), 0)
             values = values.to(tl.float32) * strength - (upto * known)[None, :, :]
-            values = dot_exact(values, solve, none, ASM)
-        state = dot_exact(values, far, state * carry, ASM)
+            values = dot_exact(values, solve, none, SPLIT)
+        state = dot_exact(values, far, state * carry, SPLIT)
         if SCALED:
             state *= inverse
             per_unit = write_scales(state, scales, rows, rows < row_end, FORMAT)
@@ -209,3 +234,67 @@ def fold_chunk(
         write_rows(_stored(state, BF, SLICES, VEC), high, low, at_s, live, FORMAT, ASM)
     if SCALED:
         tl.store(columns + kk, fresh, k_live)
+
+
+@triton.jit
+def _fold_entries(
+    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
+    DELTA: tl.constexpr, ASM: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Fold ``count`` entries with a decay per channel into a chunk, one at a time."""
+    kk = tl.arange(0, BK)
+    k_live = kk < K
+    SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
+    if SCALED:
+        old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
+        fresh = _column_bound(old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+                              K, V, R, BC, BK)  # fmt: skip
+        inverse = 1.0 / fresh.to(tl.float32)
+    for block in range(0, row_end - row0, BF):
+        rows = row0 + block + tl.arange(0, BF)
+        rows_live = rows < row_end
+        at = rows[:, None] * K + kk[None, :]
+        live = rows_live[:, None] & k_live[None, :]
+        top, rest, unit = load_rows(high, low, scales, at, live, rows[:, None],
+                                    rows_live[:, None], FORMAT)  # fmt: skip
+        state = join_rows(top, rest, unit, FORMAT, ASM)
+        if SCALED:
+            state *= old[None, :]
+        state = _fold_rows(state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
+                           K, V, R, DELTA, BK)  # fmt: skip
+        if SCALED:
+            state *= inverse[None, :]
+            per_unit = write_scales(state[None, :, :], scales, rows, rows_live, FORMAT)
+            state *= per_unit[:, None]
+        write_rows(state, high, low, at, live, FORMAT, ASM)
+    if SCALED:
+        tl.store(columns + kk, fresh, k_live)
+
+
+@triton.jit
+def fold_chunk(
+    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr,
+    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Bring value rows ``row0 .. row_end - 1`` of a head over ``count`` entries, to a boundary.
+
+    Pointers are those of the slot's head, ``columns`` of its tile. ``start`` is the ring index of
+    the oldest entry.
+    """
+    if CHANNEL:
+        _fold_entries(
+            high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+            K, V, R, FORMAT, DELTA, ASM, BF, BC, BK,
+        )  # fmt: skip
+    else:
+        # a matrix unit takes 16 entries and value rows or more
+        FE: tl.constexpr = 16 if WINDOW <= 16 else 1 << (WINDOW - 1).bit_length()
+        FB: tl.constexpr = BF if BF > 16 else 16
+        _fold_products(
+            high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+            K, V, R, FORMAT, DELTA, ASM, FB, BC, BK, FE,
+        )  # fmt: skip
