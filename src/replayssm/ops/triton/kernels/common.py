@@ -102,21 +102,36 @@ def _cut_bf16(a):
 
 
 @triton.jit
-def dot_exact(a, b, acc, B16: tl.constexpr):
-    """Add ``a @ b`` to ``acc`` with fp32 products; ``a`` is fp32.
+def dot_exact(a, b, acc, SPLIT: tl.constexpr):
+    """Add ``a @ b`` to ``acc`` with fp32 products; operands are fp32 or of 16 bits.
 
-    A bf16 ``b`` (``B16``) is exact on the tensor cores against three bf16 parts of ``a``.
+    ``SPLIT``: on the tensor cores, where bf16 is exact and fp32 is three bf16 parts, of whose
+    products fp32 can tell six.
     """
-    if B16:
-        top, rest = _cut_bf16(a)
-        middle, rest = _cut_bf16(rest)
-        last, _ = _cut_bf16(rest)
-        part = b.to(tl.bfloat16)
-        acc = tl.dot(last, part, acc)
-        acc = tl.dot(middle, part, acc)
-        acc = tl.dot(top, part, acc)
+    if SPLIT:
+        A16: tl.constexpr = a.dtype == tl.bfloat16
+        B16: tl.constexpr = b.dtype == tl.bfloat16
+        a_top, b_top = a, b
+        if not A16:
+            a_top, rest = _cut_bf16(a.to(tl.float32))
+            a_middle, rest = _cut_bf16(rest)
+            a_last, _ = _cut_bf16(rest)
+        if not B16:
+            b_top, rest = _cut_bf16(b.to(tl.float32))
+            b_middle, rest = _cut_bf16(rest)
+            b_last, _ = _cut_bf16(rest)
+            acc = tl.dot(a_top, b_last, acc)
+        if not A16:
+            acc = tl.dot(a_last, b_top, acc)
+        if not B16:
+            if not A16:
+                acc = tl.dot(a_middle, b_middle, acc)
+            acc = tl.dot(a_top, b_middle, acc)
+        if not A16:
+            acc = tl.dot(a_middle, b_top, acc)
+        acc = tl.dot(a_top, b_top, acc)
     else:
-        acc = tl.dot(a, b.to(tl.float32), acc, input_precision="ieee")
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return acc
 
 
@@ -182,17 +197,6 @@ def _fetch(target):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [target], tl.int32, False, 1
     )
-
-
-@triton.jit
-def fetch_rows(at, COUNT: tl.constexpr, live):
-    """Bring ``COUNT`` elements at a scalar pointer into the L2 cache."""
-    per_line: tl.constexpr = 128 // (at.dtype.element_ty.primitive_bitwidth // 8)
-    lines: tl.constexpr = (COUNT + per_line - 1) // per_line
-    width: tl.constexpr = 1 << (lines - 1).bit_length()
-    line = tl.arange(0, width)
-    # lines beyond the last ask for the last again
-    _fetch(at + tl.where(live, tl.minimum(line, lines - 1) * per_line, 0))
 
 
 @triton.jit

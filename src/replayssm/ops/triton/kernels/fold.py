@@ -4,6 +4,10 @@ Value rows never mix, so a chunk is folded in blocks of ``BF`` rows that stay in
 scalar decays a window is one or two matrix products on the tensor cores; entries with a decay per
 channel are folded one at a time. Every decay is a product of those of single entries.
 
+For the products a block is cut in slices of key channels, ``[slices, rows, channels]``, and the
+channels of a slice are put in the order in which a thread finds the numbers that the tensor cores
+want from it side by side in memory: blocks go from memory to them and back with no exchange.
+
 Scaled formats need a column scale before a block can be encoded, and no block sees the others: it
 is the bound ``c' = c D + sum_j D_j w_j max|v_j| |k_j|`` on the new state's columns, from the old
 scale and the entries alone (docs/decisions/0004).
@@ -16,8 +20,10 @@ from replayssm.ops.triton.kernels.common import decay_of, dot_exact, product
 from replayssm.ops.triton.kernels.planes import (
     COLUMN_SCALE_MAX,
     COLUMN_SCALE_MIN,
-    read_rows,
-    write_tile,
+    join_rows,
+    load_rows,
+    write_rows,
+    write_scales,
 )
 
 # entries whose part of a column bound is made at a time
@@ -92,30 +98,56 @@ def _fold_rows(
 
 
 @triton.jit
-def _inverse_of_unit_lower(a, FE: tl.constexpr):
-    """Return the transpose of ``(I + a)^-1`` for a strictly lower ``a [FE, FE]``, row by row."""
+def _inverse_of_unit_upper(a, FE: tl.constexpr, SPLIT: tl.constexpr):
+    """Return ``(I + a)^-1`` for a strictly upper ``a [FE, FE]``.
+
+    The inverses of two neighbouring diagonal blocks give that of the block they are in.
+    """
     i, j = tl.arange(0, FE)[:, None], tl.arange(0, FE)[None, :]
-    x = tl.where(i == j, 1.0, 0.0)
-    for s in range(1, FE):
-        row = tl.sum(tl.where(i == s, a, 0.0), 0)
-        column = tl.sum(x * row[None, :], 1)
-        x = tl.where(j == s, x - column[:, None], x)
+    x = tl.where(i == j, 1.0, tl.where(i >> 1 == j >> 1, -a, 0.0))
+    zero = tl.zeros((FE, FE), tl.float32)
+    for level in tl.static_range(1, FE.bit_length() - 1):
+        is_beside = (i >> level != j >> level) & (i >> level + 1 == j >> level + 1)
+        beside = tl.where(is_beside, -a, 0.0)
+        x = dot_exact(dot_exact(x, beside, zero, SPLIT), x, x, SPLIT)
     return x
 
 
 @triton.jit
-def _solve(keys, decay, strength, FE: tl.constexpr, B16: tl.constexpr):
-    """Return the transpose of ``(I + A)^-1`` of a window's entries (see :func:`_fold_products`)."""
+def _products_of_keys(keys, decay, FE: tl.constexpr, SPLIT: tl.constexpr):
+    """Return ``D_{t+1..s} k_s . k_t`` at ``[t, s]``, 0 unless s > t; ``keys [K, FE]``."""
     e = tl.arange(0, FE)
-    newer, older = e[:, None], e[None, :]
-    between = tl.cumprod(tl.where(newer > older, decay[:, None], 1.0), 0)
-    if B16:
-        products = tl.dot(keys, tl.trans(keys))
-    else:
-        wide = keys.to(tl.float32)
-        products = tl.dot(wide, tl.trans(wide), input_precision="ieee")
-    lower = strength[:, None] * between * products
-    return _inverse_of_unit_lower(tl.where(newer > older, lower, 0.0), FE)
+    is_newer = e[None, :] > e[:, None]
+    between = tl.cumprod(tl.where(is_newer, decay[None, :], 1.0), 1)
+    products = dot_exact(tl.trans(keys), keys, tl.zeros((FE, FE), tl.float32), SPLIT)
+    return tl.where(is_newer, between * products, 0.0)
+
+
+@triton.jit
+def _sliced(x, COUNT: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
+    """Return ``[K, count]`` as ``[slices, channels, count]``, channels in a block's order."""
+    x = tl.permute(tl.reshape(x, (SLICES, 4, VEC // 2, 2, COUNT)), (0, 2, 1, 3, 4))
+    return tl.reshape(x, (SLICES, 4 * VEC, COUNT))
+
+
+@triton.jit
+def _across(x, SLICES: tl.constexpr, VEC: tl.constexpr):
+    """Return ``[K]`` as ``[slices, 1, channels]`` in the same order."""
+    return tl.permute(_sliced(x[:, None], 1, SLICES, VEC), (0, 2, 1))
+
+
+@triton.jit
+def _block(x, ROWS: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
+    """Return stored ``[8, slices, rows / 8, channels]`` as ``[slices, rows, channels]``."""
+    x = tl.reshape(x, (8, SLICES, ROWS // 8, 4, VEC // 2, 2))
+    return tl.reshape(tl.permute(x, (1, 2, 0, 4, 3, 5)), (SLICES, ROWS, 4 * VEC))
+
+
+@triton.jit
+def _stored(x, ROWS: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
+    """Return ``[slices, rows, channels]`` as it is stored: undo :func:`_block`."""
+    x = tl.reshape(x, (SLICES, ROWS // 8, 8, VEC // 2, 4, 2))
+    return tl.reshape(tl.permute(x, (2, 0, 1, 4, 3, 5)), (8, SLICES, ROWS // 8, 4 * VEC))
 
 
 @triton.jit
@@ -131,21 +163,28 @@ def _fold_products(
     writes it is that of the UT transform, ``(I + A)^-1 R``, with A strictly lower, ``A_st = w_s
     D_{t+1..s} k_s . k_t`` and ``R_s = w_s (v_s - D_{1..s} S k_s)``.
     """
-    kk, e = tl.arange(0, BK), tl.arange(0, FE)
-    k_live, e_live = kk < K, e < count
+    FK: tl.constexpr = BK if BK > 16 else 16
+    # numbers that a thread finds side by side: 16 bytes of the plane with the wider ones
+    VEC: tl.constexpr = 4 if FORMAT == "f32" or FK == 16 else 8
+    SLICES: tl.constexpr = FK // (4 * VEC)
     SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
-    B16: tl.constexpr = ASM and ring_k.dtype.element_ty == tl.bfloat16
+    SPLIT: tl.constexpr = ASM and ring_k.dtype.element_ty == tl.bfloat16
+    kk, e = tl.arange(0, FK), tl.arange(0, FE)
+    k_live, e_live = kk < K, e < count
     at, next_at = start + e, start + e + 1
     at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
-    keys = tl.load(ring_k + at[:, None] * K + kk[None, :], e_live[:, None] & k_live[None, :], 0.0)
+    keys = tl.load(ring_k + at[None, :] * K + kk[:, None],
+                   e_live[None, :] & k_live[:, None], 0.0)  # fmt: skip
     # the decay behind an entry is the product of the newer decays, never a quotient of products
     later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
     after = tl.cumprod(decay_of(later), 0, reverse=True)
     decay = decay_of(tl.load(ring_g + at, e_live, 0.0))
     strength = tl.load(ring_w + at, e_live, 0.0)
-    weight, carry = strength * after, product(decay, 0)
+    weight, carry = strength * after, tl.broadcast_to(product(decay, 0), (FK,))
     if DELTA:
-        solve = _solve(keys, decay, strength, FE, B16) * after[None, :]
+        transposed = _products_of_keys(keys, decay, FE, SPLIT) * strength[None, :]
+        solve = _inverse_of_unit_upper(transposed, FE, SPLIT) * after[None, :]
+        solve = tl.broadcast_to(solve[None, :, :], (SLICES, FE, FE))
         upto = strength * tl.cumprod(decay, 0)
     if SCALED:
         every = row0 + tl.arange(0, BC)
@@ -153,33 +192,46 @@ def _fold_products(
                         e_live[:, None] & (every < row_end)[None, :], 0.0)  # fmt: skip
         size = tl.max(tl.abs(sizes.to(tl.float32)), 1) * tl.abs(weight)
         old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
-        part = tl.sum(size[:, None] * tl.abs(keys.to(tl.float32)), 0)
+        part = tl.sum(size[None, :] * tl.abs(keys.to(tl.float32)), 1)
         fresh = _as_scale(old * carry + part, old)
-        inverse = 1.0 / fresh.to(tl.float32)
+        inverse = _across(1.0 / fresh.to(tl.float32), SLICES, VEC)
         # a delta fold needs the state itself before it decays
-        carry = tl.broadcast_to(carry, (BK,)) if DELTA else old * carry
+        carry = carry if DELTA else old * carry
+        old = _across(old, SLICES, VEC)
+    if DELTA:
+        near = _sliced(keys, FE, SLICES, VEC)
+        far = near
+    else:
+        # a bf16 value is exact on the tensor cores, what it is multiplied by is fp32
+        far = _sliced(keys.to(tl.float32) * weight[None, :], FE, SLICES, VEC)
+    far, carry = tl.permute(far, (0, 2, 1)), _across(carry, SLICES, VEC)
+    in_block = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, BF // 8)[None, None, :, None] * 8
+    channel = tl.arange(0, SLICES)[None, :, None, None] * (4 * VEC)
+    channel += tl.arange(0, 4 * VEC)[None, None, None, :]
     # the bound is known at run time only, so that blocks are not unrolled into each other
     for block in range(0, row_end - row0, BF):
+        r = row0 + block + in_block
         rows = row0 + block + tl.arange(0, BF)
-        rows_live = rows < row_end
-        at_s = rows[:, None] * K + kk[None, :]
-        live = rows_live[:, None] & k_live[None, :]
-        state = read_rows(high, low, scales, at_s, live, rows, rows_live, FORMAT, ASM)
+        at_s = tl.max_contiguous(r * K + channel, (1, 1, 1, VEC))
+        live = (r < row_end) & (channel < K)
+        top, rest, unit = load_rows(high, low, scales, at_s, live, r, r < row_end, FORMAT)
         values = tl.load(ring_v + at[None, :] * V + rows[:, None],
-                         e_live[None, :] & rows_live[:, None], 0.0)  # fmt: skip
+                         e_live[None, :] & (rows < row_end)[:, None], 0.0)  # fmt: skip
+        state = _block(join_rows(top, rest, unit, FORMAT, ASM), BF, SLICES, VEC)
+        values = tl.broadcast_to(values[None, :, :], (SLICES, BF, FE))
         if DELTA:
             if SCALED:
-                state *= old[None, :]
-            known = dot_exact(state, tl.trans(keys), tl.zeros((BF, FE), tl.float32), B16)
-            update = values.to(tl.float32) * strength[None, :] - upto[None, :] * known
-            update = tl.dot(update, solve, input_precision="ieee")
-        else:
-            update = values.to(tl.float32) * weight[None, :]
+                state *= old
+            none = tl.zeros((SLICES, BF, FE), tl.float32)
+            known = tl.sum(dot_exact(state, near, none, SPLIT), 0)
+            values = values.to(tl.float32) * strength - (upto * known)[None, :, :]
+            values = dot_exact(values, solve, none, SPLIT)
+        state = dot_exact(values, far, state * carry, SPLIT)
         if SCALED:
-            state = dot_exact(update, keys, state * carry[None, :], B16) * inverse[None, :]
-        else:
-            state = dot_exact(update, keys, state * carry, B16)
-        write_tile(state, high, low, scales, at_s, live, rows, rows_live, FORMAT, ASM)
+            state *= inverse
+            per_unit = write_scales(state, scales, rows, rows < row_end, FORMAT)
+            state *= per_unit[None, :, None]
+        write_rows(_stored(state, BF, SLICES, VEC), high, low, at_s, live, FORMAT, ASM)
     if SCALED:
         tl.store(columns + kk, fresh, k_live)
 
@@ -205,14 +257,18 @@ def _fold_entries(
         rows_live = rows < row_end
         at = rows[:, None] * K + kk[None, :]
         live = rows_live[:, None] & k_live[None, :]
-        state = read_rows(high, low, scales, at, live, rows, rows_live, FORMAT, ASM)
+        top, rest, unit = load_rows(high, low, scales, at, live, rows[:, None],
+                                    rows_live[:, None], FORMAT)  # fmt: skip
+        state = join_rows(top, rest, unit, FORMAT, ASM)
         if SCALED:
             state *= old[None, :]
         state = _fold_rows(state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
                            K, V, R, DELTA, BK)  # fmt: skip
         if SCALED:
             state *= inverse[None, :]
-        write_tile(state, high, low, scales, at, live, rows, rows_live, FORMAT, ASM)
+            per_unit = write_scales(state[None, :, :], scales, rows, rows_live, FORMAT)
+            state *= per_unit[:, None]
+        write_rows(state, high, low, at, live, FORMAT, ASM)
     if SCALED:
         tl.store(columns + kk, fresh, k_live)
 
@@ -235,9 +291,10 @@ def fold_chunk(
             K, V, R, FORMAT, DELTA, ASM, BF, BC, BK,
         )  # fmt: skip
     else:
-        # a matrix unit takes 16 entries or more
+        # a matrix unit takes 16 entries and value rows or more
         FE: tl.constexpr = 16 if WINDOW <= 16 else 1 << (WINDOW - 1).bit_length()
+        FB: tl.constexpr = BF if BF > 16 else 16
         _fold_products(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-            K, V, R, FORMAT, DELTA, ASM, BF, BC, BK, FE,
+            K, V, R, FORMAT, DELTA, ASM, FB, BC, BK, FE,
         )  # fmt: skip

@@ -7,7 +7,7 @@ arithmetic is that of :mod:`replayssm.formats`.
 import triton
 import triton.language as tl
 
-from replayssm.ops.triton.kernels.common import round_int, row_amax
+from replayssm.ops.triton.kernels.common import larger, round_int
 
 ROW_SCALE_MIN = tl.constexpr(2.0**-100)
 COLUMN_SCALE_MIN = tl.constexpr(2.0**-60)
@@ -16,26 +16,41 @@ HIGH_MAX = tl.constexpr(127.0)
 
 
 @triton.jit
-def read_full(high, low, at, live, low_live, FORMAT: tl.constexpr):
-    """Return both planes joined as fp32: a number (``f32``, ``s32``, ``bf16``) or an integer.
+def load_planes(high, low, at, live, low_live, FORMAT: tl.constexpr):
+    """Return the numbers of both planes, the high one's twice if it is the only one.
 
     Where ``low_live`` is not set the low plane counts as its bias: the high plane's number.
     """
     top = tl.load(high + at, mask=live, other=0)
+    if FORMAT == "s32" or FORMAT == "q24":
+        rest = tl.load(low + at, mask=low_live, other=32768)
+    elif FORMAT == "q16":
+        rest = tl.load(low + at, mask=low_live, other=128)
+    else:
+        rest = top
+    return top, rest
+
+
+@triton.jit
+def join_planes(top, rest, FORMAT: tl.constexpr):
+    """Return both planes joined as fp32: a number (``f32``, ``s32``, ``bf16``) or an integer."""
     if FORMAT == "s32":
-        bits = top.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        rest = tl.load(low + at, mask=low_live, other=0).to(tl.int32)
-        bits = bits + tl.where(low_live, rest - 32768, 0)
+        bits = (top.to(tl.int16, bitcast=True).to(tl.int32) << 16) + (rest.to(tl.int32) - 32768)
         value = bits.to(tl.float32, bitcast=True)
     elif FORMAT == "q24":
-        rest = tl.load(low + at, mask=low_live, other=0).to(tl.int32)
-        value = ((top.to(tl.int32) << 16) + tl.where(low_live, rest - 32768, 0)).to(tl.float32)
+        value = ((top.to(tl.int32) << 16) + (rest.to(tl.int32) - 32768)).to(tl.float32)
     elif FORMAT == "q16":
-        rest = tl.load(low + at, mask=low_live, other=0).to(tl.int32)
-        value = ((top.to(tl.int32) << 8) + tl.where(low_live, rest - 128, 0)).to(tl.float32)
+        value = ((top.to(tl.int32) << 8) + (rest.to(tl.int32) - 128)).to(tl.float32)
     else:
         value = top.to(tl.float32)
     return value
+
+
+@triton.jit
+def read_full(high, low, at, live, low_live, FORMAT: tl.constexpr):
+    """Return what :func:`join_planes` makes of what :func:`load_planes` finds."""
+    top, rest = load_planes(high, low, at, live, low_live, FORMAT)
+    return join_planes(top, rest, FORMAT)
 
 
 @triton.jit
@@ -135,32 +150,48 @@ def _split(wide, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def read_rows(
-    high, low, scales, at, live, rows, rows_live, FORMAT: tl.constexpr, ASM: tl.constexpr
-):
-    """Return a block of the full state without its column scales."""
+def load_rows(high, low, scales, at, live, rows, rows_live, FORMAT: tl.constexpr):
+    """Return a block of the full state as it is stored: both planes' numbers and row scales."""
+    top, rest = load_planes(high, low, at, live, live, FORMAT)
+    unit = 1.0
     if FORMAT == "q24" or FORMAT == "q16":
         unit = tl.load(scales + rows, rows_live, 0.0) * step_size(FORMAT)
+    return top, rest, unit
+
+
+@triton.jit
+def join_rows(top, rest, unit, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """Return the block that :func:`load_rows` found, without its column scales."""
+    if FORMAT == "q24" or FORMAT == "q16":
         if ASM:
             bias: tl.constexpr = 32768 if FORMAT == "q24" else 128
-            top = tl.load(high + at, mask=live, other=0)
-            rest = tl.load(low + at, mask=live, other=bias)
             # one rounding, of (joined - bias) unit: the product with the bias is exact
-            state = tl.fma(_join(top, rest, FORMAT), unit[:, None], (-bias * unit)[:, None])
+            state = tl.fma(_join(top, rest, FORMAT), unit, -bias * unit)
         else:
-            state = read_full(high, low, at, live, live, FORMAT) * unit[:, None]
+            state = join_planes(top, rest, FORMAT) * unit
     else:
-        state = read_full(high, low, at, live, live, FORMAT)
+        state = join_planes(top, rest, FORMAT)
     return state
 
 
 @triton.jit
-def write_tile(state, high, low, scales, at, live, rows_at, rows_live,
-               FORMAT: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """Encode an fp32 tile and store its planes and row scales.
+def write_scales(state, scales, rows, rows_live, FORMAT: tl.constexpr):
+    """Store the row scales of ``state [slices, rows, channels]``, divided by its column scales.
 
-    A scaled format's tile is already divided by its column scales.
+    Return how many units of a joined integer one is, ``[rows]``.
     """
+    scale = tl.reduce(tl.reduce(tl.abs(state), 2, larger), 0, larger) / HIGH_MAX
+    is_finite = scale < float("inf")
+    usable = is_finite & (scale >= ROW_SCALE_MIN)
+    units: tl.constexpr = 65536 if FORMAT == "q24" else 256
+    kept = tl.where(is_finite, tl.where(usable, scale, 0.0), float("nan"))
+    tl.store(scales + rows, kept, mask=rows_live)
+    return tl.where(usable, units / tl.where(usable, scale, 1.0), 0.0)
+
+
+@triton.jit
+def write_rows(state, high, low, at, live, FORMAT: tl.constexpr, ASM: tl.constexpr):
+    """Encode fp32 numbers, of a scaled format in units of its joined integer, and store them."""
     if FORMAT == "s32":
         state = tl.where(state == state, state, float("nan"))
         bits = state.to(tl.int32, bitcast=True)
@@ -169,20 +200,13 @@ def write_tile(state, high, low, scales, at, live, rows_at, rows_live,
         tl.store(high + at, top, mask=live)
         tl.store(low + at, (bits & 0xFFFF).to(tl.uint16), mask=live)
     elif FORMAT == "q24" or FORMAT == "q16":
-        scale = row_amax(state) / HIGH_MAX
-        is_finite = scale < float("inf")
-        usable = is_finite & (scale >= ROW_SCALE_MIN)
-        units: tl.constexpr = 65536 if FORMAT == "q24" else 256
-        per_unit = tl.where(usable, units / tl.where(usable, scale, 1.0), 0.0)
-        wide = state * per_unit[:, None]
-        kept = tl.where(is_finite, tl.where(usable, scale, 0.0), float("nan"))
-        tl.store(scales + rows_at, kept, mask=rows_live)
         if ASM:
-            top, rest = _split(wide, FORMAT)
+            top, rest = _split(state, FORMAT)
         else:
-            biased = round_int(wide) + units // 2
-            top = (biased >> (16 if FORMAT == "q24" else 8)).to(tl.int8)
-            rest = (biased & (units - 1)).to(low.dtype.element_ty)
+            bits: tl.constexpr = 16 if FORMAT == "q24" else 8
+            biased = round_int(state) + (1 << (bits - 1))
+            top = (biased >> bits).to(tl.int8)
+            rest = (biased & ((1 << bits) - 1)).to(low.dtype.element_ty)
         tl.store(high + at, top, mask=live)
         tl.store(low + at, rest, mask=live)
     else:

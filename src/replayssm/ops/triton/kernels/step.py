@@ -17,7 +17,6 @@ from replayssm.ops.triton.kernels.common import (
     FULL,
     LENGTH,
     SLOT,
-    fetch_rows,
     folded_to,
     oldest_needed,
 )
@@ -218,19 +217,6 @@ def due_kernel(
         entry = tl.load(due + 1 + item // (HV * chunks))
         row, head = (entry // TILES).to(tl.int64), item // chunks % HV
         part = entry % TILES * chunks + item % chunks
-        if ASM:
-            coming = item + stride
-            entry = tl.load(due + 1 + coming // (HV * chunks), coming < items, 0)
-            slot = tl.load(plan + SLOT * rows + entry // TILES)
-            ahead = coming // chunks % HV
-            at = (ahead * V + entry % TILES * (V // TILES) + coming % chunks * CHUNK) * K
-            fetch_rows(high + slot * high_slot + at, CHUNK * K, coming < items)
-            if FORMAT != "f32" and FORMAT != "bf16":
-                fetch_rows(low + slot * low_slot + at, CHUNK * K, coming < items)
-            fetch_rows(ring_k + slot * k_slot + ahead // (HV // H) * R * K, R * K, coming < items)
-            fetch_rows(ring_v + slot * v_slot + ahead * R * V, R * V, coming < items)
-            if CHANNEL:
-                fetch_rows(ring_g + slot * g_slot + ahead * R * K, R * K, coming < items)
         _fold_part(
             plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
             high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
