@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -12,6 +14,9 @@ import torch
 from replayssm.ring import BlockPlan, RingSpec
 from replayssm.storage import StorageSpec, allocate
 from replayssm.types import Block, ConvSpec, Decay, Format, LayerSpec, ReadDepth, Write
+
+if TYPE_CHECKING:
+    from replayssm.ops.triton.call import Call
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
@@ -27,18 +32,30 @@ LAYERS = {
     "gdn": LayerSpec(Write.DELTA, Decay.SCALAR, 16, 64, key_dim=128, value_dim=128),
     "kda": LayerSpec(Write.DELTA, Decay.CHANNEL, 32, 32, key_dim=128, value_dim=128),
 }
+UNFOLDING = ("products_kernel", "chain_kernel", "read_kernel", "conv_kernel")
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
-def calls(name: str, fmt: str, tokens: int, depth: ReadDepth) -> dict[str, object]:
-    """Return one launch of every kernel by its name, at batch 64, on tensors that hold nothing."""
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose every launch as on an H200."""
+    from replayssm import policy
+    from replayssm.ops.triton import launch
+
+    table = json.loads((policy.SHIPPED / "nvidia-h200.json").read_text())
+    monkeypatch.setattr(launch, "table_of", lambda _: table)
+
+
+def calls(
+    name: str, fmt: str, tokens: int, depth: ReadDepth, rows: int = 64
+) -> dict[str, list[Call]]:
+    """Return the launches of every kernel by its name, on tensors that hold nothing."""
     from replayssm.ops.triton.host import fold_call, step_calls
     from replayssm.ops.triton.others import advance_call, compact_call, conv_call, standard_call
     from replayssm.ops.triton.plan import device_plan
 
-    at, device, rows = LAYERS[name], torch.device("meta"), 64
-    tiles = 2 if at.value_dim > 64 else 1
-    ring = RingSpec(window=16, max_block=tokens, tiles=tiles)
+    at, device = LAYERS[name], torch.device("meta")
+    ring = RingSpec(window=16, max_block=tokens)
     store = allocate(StorageSpec(at, Format(fmt), ring, torch.bfloat16), rows, device)
     zero = np.zeros(rows, np.int64)
     host = BlockPlan(np.arange(rows), zero, zero, zero, zero + tokens)
@@ -63,24 +80,32 @@ def calls(name: str, fmt: str, tokens: int, depth: ReadDepth) -> dict[str, objec
         x = empty(at.conv.channels)
         weight = torch.empty(at.conv.channels, at.conv.width, device=device)
         made.append(conv_call(store.conv, plan, x, weight, None, torch.empty_like(x)))
-    return {call.kernel.fn.__name__: call for call in made}
+    found: dict[str, list[Call]] = {}
+    for call in made:
+        found.setdefault(call.kernel.fn.__name__, []).append(call)
+    return found
 
 
+@pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_kernel_compiles(name: str, target: str) -> None:
+def test_every_kernel_compiles(name: str, target: str, rows: int) -> None:
     from replayssm.ops.triton.aot import compile_call
 
-    for call in calls(name, "f32", 1, ReadDepth.HIGH).values():
-        compile_call(call, target)
+    for made in calls(name, "f32", 1, ReadDepth.HIGH, rows).values():
+        for call in made:
+            compile_call(call, target)
 
 
 @pytest.mark.parametrize("fmt", ["f32", "s32", "q24", "q16", "bf16"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_no_read_kernel_spills_on_an_h200(name: str, fmt: str) -> None:
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_no_kernel_without_a_fold_spills_on_an_h200(name: str, fmt: str, tokens: int) -> None:
     from replayssm.ops.triton.aot import compile_call
 
-    for kernel, call in calls(name, fmt, 1, ReadDepth.HIGH).items():
-        if kernel not in ("step_kernel", "due_kernel", "fold_kernel", "standard_kernel"):
-            found = compile_call(call, "sm_90")
-            assert found.spilled == 0, f"{kernel}: {found}"
+    for rows in (1, 64):
+        for kernel, made in calls(name, fmt, tokens, ReadDepth.HIGH, rows).items():
+            for call in made:
+                if kernel in UNFOLDING or call.constants.get("WHICH") == "rest":
+                    found = compile_call(call, "sm_90")
+                    assert found.spilled == 0, f"{kernel}: {found}"

@@ -5,7 +5,11 @@ Inputs are fresh in every step, outputs, dead ring entries and lanes past a row'
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +23,10 @@ from replayssm.storage import LayerStore
 from replayssm.testing.budgets import fold_budget, folded_states, output_budget
 from replayssm.testing.factories import Regime, make_block, make_state
 from replayssm.types import Block, ConvSpec, Decay, Format, Impl, LayerSpec, ReadDepth, Write
+
+if TYPE_CHECKING:
+    from replayssm.ops.triton.launch import Launch
+    from replayssm.storage import StorageSpec
 
 A, D, S, C = Write.ADDITIVE, Write.DELTA, Decay.SCALAR, Decay.CHANNEL
 HIGH, FULL = ReadDepth.HIGH, ReadDepth.FULL
@@ -38,13 +46,14 @@ class Case:
     dtype: torch.dtype = torch.float32
     regime: Regime = Regime.TYPICAL
     is_tree: bool = False
+    is_whole: bool = False
 
     def __str__(self) -> str:
         at = self.layer
         shape = f"{at.key_heads}-{at.value_heads}x{at.value_dim}x{at.key_dim}"
         depth = "mixed" if self.depth is None else self.depth.value
         name = f"{at.write.value}-{at.decay.value}-{shape}-{self.format}-{depth}"
-        tree = "-tree" if self.is_tree else ""
+        tree = "-tree" if self.is_tree else "-whole" if self.is_whole else ""
         more = f"-w{self.window}-k{self.keep}-t{self.tokens}-n{self.tiles}{tree}"
         return f"{name}{more}-{str(self.dtype)[6:]}-{self.regime.value}"
 
@@ -68,6 +77,20 @@ def make_pool(case: Case, device: torch.device, slots: int = 5) -> StatePool:
 def block_on(block: Block, device: torch.device, dtype: torch.dtype) -> Block:
     q, k, v = (x.to(device, dtype) for x in (block.q, block.k, block.v))
     return Block(q, k, v, block.g.to(device), block.w.to(device))
+
+
+@contextmanager
+def forced(case: Case) -> Iterator[None]:
+    """Have a step done by one launch, whatever the table says, if the case asks for it."""
+    from replayssm.ops.triton import host
+    from replayssm.ops.triton.launch import default_launch
+
+    def choose(spec: StorageSpec, rows: int, *_: object) -> Launch:
+        # one launch, or one of the tiles that fold beside the others
+        return replace(default_launch(spec, rows), whole=True, fold_programs=case.keep)
+
+    with patch.object(host, "choose_launch", choose) if case.is_whole else nullcontext():
+        yield
 
 
 def worst_excess(case: Case, device: torch.device, steps: int = 6) -> tuple[float, float]:
@@ -98,7 +121,8 @@ def worst_excess(case: Case, device: torch.device, steps: int = 6) -> tuple[floa
         given = block_on(block, device, case.dtype)
         before = on_cpu(store)
         out = torch.full_like(given.v, float("nan"))
-        pool.step_(ticket, 0, given, depth=depth, out=out)
+        with forced(case):
+            pool.step_(ticket, 0, given, depth=depth, out=out)
         after, seen = on_cpu(store), block_on(block, torch.device("cpu"), case.dtype)
         exact = output_budget(after, ticket.plan, seen, depth, case.dtype)
         worst_output = max(worst_output, exact.excess(out.cpu()))
@@ -132,6 +156,11 @@ CASES = [
     *(Case(ODD[A, S], "f32", FULL, regime=r) for r in (Regime.CLOSED, Regime.HUGE_WRITES)),
     *(Case(ODD[D, C], "f32", FULL, regime=r) for r in (Regime.CLOSED, Regime.RESET)),
 ]
+CASES += [
+    Case(ODD[A, S], fmt, depth, keep=keep, tiles=2, is_whole=True)
+    for fmt, depth in (("f32", FULL), ("s32", HIGH), ("s32", None), ("q24", HIGH), ("bf16", HIGH))
+    for keep in (0, 1)
+]
 LARGE = [
     Case(layer(A, S, 8, 128, 128, 64), fmt, depth, 16, dtype=torch.bfloat16)
     for fmt, depth in (("f32", HIGH), ("s32", HIGH), ("q24", HIGH), ("q24", FULL), ("q16", HIGH))
@@ -145,6 +174,7 @@ LARGE = [
 
 INTERPRETED = (
     Case(TINY, "q24", HIGH, dtype=torch.bfloat16, window=3),
+    Case(ODD[A, S], "q24", None, dtype=torch.bfloat16, keep=1, tiles=2, window=3, is_whole=True),
     Case(ODD[A, S], "s32", None, tokens=2, keep=1, tiles=2, window=3),
     Case(ODD[D, S], "q16", FULL, tokens=2, window=3),
     Case(ODD[D, S], "f32", FULL, tokens=3, is_tree=True, window=3),

@@ -9,10 +9,18 @@ import torch
 
 from replayssm.ops import reference
 from replayssm.ops.dispatch import unavailable
-from replayssm.testing.budgets import Budget, relative_error
+from replayssm.state import StatePool
+from replayssm.testing.budgets import Budget, output_budget, plain_outputs, relative_error
 from replayssm.testing.conformance import Case, cases, check_case
-from replayssm.testing.factories import FAMILIES, make_block, make_layer, make_plan
-from replayssm.types import Format, Impl
+from replayssm.testing.factories import (
+    FAMILIES,
+    Regime,
+    make_block,
+    make_layer,
+    make_plan,
+    make_state,
+)
+from replayssm.types import Format, Impl, ReadDepth
 
 CASES = list(cases())
 
@@ -79,6 +87,22 @@ FAULTS = [
     _keeps_the_old_checkpoint,
     _multiplies_dead_entries_by_zero,
 ]
+
+
+@pytest.mark.parametrize("regime", [Regime.HUGE_WRITES, Regime.RESET])
+def test_no_order_of_key_channels_is_over_budget(regime):
+    """Where products of keys cancel, the order of their sums decides the error of plain torch."""
+    layer = make_layer(*FAMILIES[1], dims=(20, 24))
+    for seed in range(3):
+        pool = StatePool([layer], 3, state=Format.F32, impl=Impl.REFERENCE)
+        refs = [pool.admit_([make_state(layer, seed=i)]) for i in range(3)]
+        ticket, block = pool.begin(refs), make_block(layer, 3, 1, seed=seed, regime=regime)
+        pool.step_(ticket, 0, block, depth=ReadDepth.FULL)
+        depth, store = [ReadDepth.FULL] * 3, pool.stores[0]
+        budget = output_budget(store, ticket.plan, block, depth, torch.float32)
+        for turn in range(layer.key_dim):
+            got = plain_outputs(store, ticket.plan, block, depth, torch.float32, turn)
+            assert budget.excess(got) <= 1
 
 
 @pytest.mark.parametrize("faulty", FAULTS, ids=lambda f: f.__name__.strip("_"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,19 +21,21 @@ from replayssm.ops.triton.call import (
     present,
     strides,
 )
-from replayssm.ops.triton.kernels.pullback import chain_kernel, products_kernel
+from replayssm.ops.triton.kernels.products import products_kernel
+from replayssm.ops.triton.kernels.pullback import chain_kernel
 from replayssm.ops.triton.kernels.step import due_kernel, fold_kernel, read_kernel, step_kernel
+from replayssm.ops.triton.kernels.whole import whole_kernel
 from replayssm.ops.triton.launch import Launch, choose_launch, is_parallel
 from replayssm.types import Decay, Write
 
 if TYPE_CHECKING:
     from replayssm.ops.triton.plan import DevicePlan
-    from replayssm.storage import LayerStore
+    from replayssm.storage import LayerStore, StorageSpec
     from replayssm.types import Block
 
 
-# value heads and tokens that a warp of the pull-back carries: a matrix unit's rows
-LINES = 16
+# value heads and tokens that a warp of the pull-back carries, one a lane
+LINES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +71,16 @@ def step_(
     """
     if not plan.rows:
         return
-    first, *others, last = step_calls(store, plan, block, out, fused, launch)
-    first.run()
-    if others and out.device.type == "cuda":
-        _run_beside(others, last, out.device)
+    calls = step_calls(store, plan, block, out, fused, launch)
+    # what a pull-back leaves is what the others take
+    first = 0 if calls[0].kernel is whole_kernel else 1
+    for call in calls[:first]:
+        call.run()
+    *aside, last = calls[first:]
+    if aside and out.device.type == "cuda":
+        _run_beside(aside, last, out.device)
     else:
-        for call in (*others, last):
+        for call in (*aside, last):
             call.run()
 
 
@@ -104,6 +111,8 @@ def step_calls(
     """Return the launches of :func:`step_`, in order; arguments are its own."""
     spec = store.spec
     how = launch or choose_launch(spec, plan.rows, block.tokens, store.high.device)
+    if how.whole and block.tokens == 1 and is_parallel(spec):
+        return _whole_calls(store, plan, block, out, fused, how)
     pulled = _pull_back(store, plan, block, fused, how)
     none = store.high
     z = fused.z
@@ -122,10 +131,13 @@ def step_calls(
         "HAS_Z": z is not None, "BR": how.read_rows, **_geometry(store),
         **_fold_blocks(store, how, how.chunk),
     }  # fmt: skip
+    early = overlaps(out.device)
+    reads_early = early and how.early_read
+    constants["WAITS"] = reads_early
     if not how.fold_programs:
         grid = _grid(store, plan.rows, constants["CHUNK"])
-        return [pulled.call, Call(step_kernel, grid, args, constants, how.warps)]
-    early = overlaps(out.device)
+        step = Call(step_kernel, grid, args, constants, how.warps, early=reads_early)
+        return [pulled.call, step]
     folding = {**constants, **_fold_blocks(store, how, how.fold_chunk), "WAITS": early}
     folding["BR"] = min(how.read_rows, folding["BC"])
     reading = {n: v for n, v in constants.items() if n not in ("DELTA", "CHANNEL", "BF")}
@@ -136,7 +148,7 @@ def step_calls(
         pulled.call,
         Call(due_kernel, (how.fold_programs,), (plan.due, how.fold_programs, *args), folding,
              how.fold_warps, how.fold_registers, early),
-        Call(read_kernel, grid, read_args, reading, how.warps),
+        Call(read_kernel, grid, read_args, reading, how.warps, early=reads_early),
     ]  # fmt: skip
 
 
@@ -156,7 +168,8 @@ def fold_call(store: LayerStore, plan: DevicePlan, launch: Launch | None = None)
     )  # fmt: skip
     constants = {**_geometry(store), **_fold_blocks(store, how, how.chunk)}
     grid = _grid(store, plan.rows, constants["CHUNK"])
-    return Call(fold_kernel, grid, args, constants, how.warps)
+    warps = how.fold_warps if how.fold_programs else how.warps
+    return Call(fold_kernel, grid, args, constants, warps)
 
 
 def check_served(store: LayerStore) -> None:
@@ -173,7 +186,7 @@ def _pull_back(
 ) -> _Pulled:
     spec, at, ring = store.spec, store.spec.layer, store.spec.ring
     rows, tokens = plan.rows, block.tokens
-    entries = max(16, power_of_two(ring.window - 1 + ring.keep + tokens))
+    entries = _padded_entries(spec, tokens)
     device = store.high.device
     coef = torch.empty(rows, at.value_heads, tokens, entries, device=device)
     is_scalar = at.decay is Decay.SCALAR
@@ -201,13 +214,13 @@ def _pull_back(
         "ASM": has_asm(device), "EARLY": overlaps(device),
         "BK": power_of_two(at.key_dim), "BV": power_of_two(at.value_dim),
     }  # fmt: skip
-    # one query of a delta layer is carried back faster than its products of keys are made
-    if is_parallel(spec) or (is_scalar and tokens > 1):
-        lines = at.heads_per_key * tokens
-        most = LINES if tokens == 1 else 4 * LINES
-        held = min(max(power_of_two(lines), LINES), most)
-        constants["BL"] = held
-        kernel, grid = products_kernel, (rows, at.key_heads, -(-lines // held))
+    if is_parallel(spec):
+        held = LINES * how.pull_warps
+        grid = (rows, at.key_heads, -(-at.heads_per_key * tokens // held))
+        products = torch.empty(math.prod(grid) * tokens * (entries + 1), device=device)
+        args = (*args[:16], products, *args[17:])
+        constants = {n: x for n, x in constants.items() if n not in ("DELTA", "CHANNEL")}
+        kernel, constants["BL"] = products_kernel, held
     else:
         heads = at.heads_per_key if is_scalar else 1
         constants["BL"] = power_of_two(heads * tokens)
@@ -215,6 +228,41 @@ def _pull_back(
     call = Call(kernel, grid, args, constants, how.pull_warps, how.pull_registers)
     shared = is_parallel(spec)
     return _Pulled(call, coef, block.q if shared else x, x_strides, scale if shared else None)
+
+
+def _whole_calls(
+    store: LayerStore, plan: DevicePlan, block: Block, out: Tensor, fused: Fused, how: Launch
+) -> list[Call]:
+    """Return the launches of a step of one token, which need nothing of each other."""
+    none, z = store.high, fused.z
+    args = (
+        plan.counts, out, block.q, block.k, block.v, block.g, block.w,
+        present(fused.rate, none), present(fused.bias, none), present(fused.skip, none),
+        present(z, none), *_planes(store), store.k, store.v, store.g, store.w,
+        plan.rows, out.stride(0), present(z, out).stride(0),
+        *(x.stride(0) for x in (block.q, block.k, block.v, block.g, block.w)),
+        *_slot_strides(store), fused.q_scale, *fused.dt_limit, fused.norm_eps,
+    )  # fmt: skip
+    constants = {
+        "NE": _padded_entries(store.spec, 1), "DEPTH": plan.depth, "GATES": fused.gates,
+        "SKIP": fused.skip is not None, "NORM": fused.norm, "DIGITS": _takes_digits(store, out),
+        "HAS_Z": z is not None, **_geometry(store), **_fold_blocks(store, how, how.chunk),
+    }  # fmt: skip
+    constants = {n: x for n, x in constants.items() if n not in ("DELTA", "CHANNEL")}
+    if not how.fold_programs:
+        grid = _grid(store, plan.rows, constants["CHUNK"])
+        return [Call(whole_kernel, grid, args, {**constants, "WHICH": "all"}, how.warps)]
+    due = {**constants, **_fold_blocks(store, how, how.fold_chunk), "WHICH": "due"}
+    rest = {**constants, "CHUNK": how.chunk, "BC": power_of_two(how.chunk), "WHICH": "rest"}
+    return [
+        Call(whole_kernel, _grid(store, plan.rows, due["CHUNK"]), args, due, how.fold_warps),
+        Call(whole_kernel, _grid(store, plan.rows, how.chunk), args, rest, how.warps),
+    ]
+
+
+def _padded_entries(spec: StorageSpec, tokens: int) -> int:
+    """Return a power of two of entries that holds all that a block's token can see."""
+    return max(16, power_of_two(spec.ring.window - 1 + spec.ring.keep + tokens))
 
 
 def _planes(store: LayerStore) -> tuple[Tensor, ...]:

@@ -40,6 +40,10 @@ class Launch:
         fold_rows: Value rows that it folds at a time.
         warps: Warps of the step and read kernels.
         pull_warps: Warps of the pull-back kernel.
+        whole: Whether a step of one token makes its pull-back beside each chunk that it reads, for
+            additive writes with scalar decays; with ``fold_programs`` tiles that fold have a launch
+            of their own.
+        early_read: Whether reads start while the pull-back runs: for a step that fits the chip.
         fold_programs: Programs that fold and read the tiles which are due, beside the read of the
             others; 0 does everything in one launch.
         fold_warps: Warps of one of them.
@@ -58,6 +62,8 @@ class Launch:
     fold_chunk: int = 64
     pull_registers: int = 0
     fold_registers: int = 0
+    early_read: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,19 +23,16 @@ from replayssm.ops.triton.kernels.common import (
     LENGTH,
     SLOT,
     decay_of,
-    dot_exact,
-    dot_near,
     fetch_entries,
     folded_to,
     gate,
     oldest_needed,
-    product,
     unit,
 )
 
 
 @triton.jit
-def _on_path(ancestors, row, token, entry, T: tl.constexpr):
+def on_path(ancestors, row, token, entry, T: tl.constexpr):
     """Whether block token ``entry`` is an ancestor of ``token`` or itself; the past always is."""
     if T == 1:
         acts = entry <= 0
@@ -47,7 +44,7 @@ def _on_path(ancestors, row, token, entry, T: tl.constexpr):
 
 
 @triton.jit
-def _entries(
+def entries_of(
     row, head, t, live, v, g, w, rates, biases,
     v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
     K: tl.constexpr, V: tl.constexpr, GATES: tl.constexpr, CHANNEL: tl.constexpr,
@@ -83,7 +80,7 @@ def _entries(
 
 
 @triton.jit
-def _append_gates(
+def append_gates(
     head, at, live, log_decay, strength, ring_g, ring_w,
     K: tl.constexpr, R: tl.constexpr, CHANNEL: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +95,7 @@ def _append_gates(
 
 
 @triton.jit
-def _append_values(
+def append_values(
     head, at, live, value, ring_v, V: tl.constexpr, R: tl.constexpr, BV: tl.constexpr
 ):  # fmt: skip
     """Write values of lines to ring indices ``at [lines]``."""
@@ -108,146 +105,10 @@ def _append_values(
 
 
 @triton.jit
-def _keys(k, tokens, live, k_token, eps, NORM: tl.constexpr, KIND: tl.constexpr):
+def keys_of(k, tokens, live, k_token, eps, NORM: tl.constexpr, KIND: tl.constexpr):
     """Return the keys of block ``tokens`` as the ring keeps them; ``k`` points at the channels."""
     key = tl.load(k + tokens * k_token, live, 0.0)
     return unit(key.to(tl.float32), eps, NORM).to(KIND)
-
-
-@triton.jit
-def products_kernel(
-    plan, ancestors, q, k, v, g, w, rates, biases, skips,
-    ring_k, ring_v, ring_g, ring_w, coef, scale, x_out,
-    rows, q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, w_row, w_token,
-    k_slot, v_slot, g_slot, w_slot, q_scale, w_low, w_high, eps,
-    T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
-    TILES: tl.constexpr, GATES: tl.constexpr, SKIP: tl.constexpr, NORM: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
-    BL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """Scalar decays: from products of keys alone, all entries of a line side by side.
-
-    For the vector x that has come past the entries newer than j let ``z_j = k_j . x``. Passing
-    entry i is ``c_i = w_i z_i`` and, for delta writes, ``z_j = D_i (z_j - c_i k_i . k_j)``.
-    """
-    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    per: tl.constexpr = HV // H
-    B16: tl.constexpr = (ASM and ring_k.dtype.element_ty == tl.bfloat16
-                         and q.dtype.element_ty == tl.bfloat16)  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()
-    line = tl.program_id(2) * BL + tl.arange(0, BL)
-    e, kk = tl.arange(0, NE), tl.arange(0, BK)
-    t, head, k_live = line % T, h * per + line // T, kk < K
-    slot = tl.maximum(tl.load(plan + SLOT * rows + row), 0)
-    base = tl.load(plan + BASE * rows + row)
-    first = tl.load(plan + COMMITTED * rows + row)
-    before = tl.load(plan + FOLDED * rows + row)
-    length = tl.load(plan + LENGTH * rows + row).to(tl.int32)
-    live = (line < per * T) & (t < length)
-    folded = tl.maximum(before, first)
-    oldest = oldest_needed(base, folded, WINDOW, KEEP, TILES)
-    past, start = (first - oldest).to(tl.int32), (oldest % R).to(tl.int32)
-    ring_k, ring_v = ring_k + slot * k_slot, ring_v + slot * v_slot
-    ring_g, ring_w = ring_g + slot * g_slot, ring_w + slot * w_slot
-    total = past + length
-    at, next_at = start + e, start + e + 1
-    at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
-    known, fresh = e < past, (e >= past) & (e < total)
-    # every load of T = 1 comes before the first store, which later ones would have to wait for
-    k, ring_k = k + row * k_row + h * K + kk, ring_k + h * R * K
-    own_at = (start + past + t) % R
-    value, log_decay, write = _entries(
-        row, head, t, live, v, g, w, rates, biases,
-        v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
-        K, V, GATES, CHANNEL, BK, BV,
-    )  # fmt: skip
-    keys = tl.load(ring_k + at[:, None] * K + kk[None, :],
-                   known[:, None] & k_live[None, :], 0.0)  # fmt: skip
-    if T == 1:
-        own = _keys(k, 0, k_live & (length > 0), 0, eps, NORM, keys.dtype)[None, :]
-    else:
-        own = _keys(k[None, :], (e - past)[:, None], fresh[:, None] & k_live[None, :], k_token,
-                    eps, NORM, keys.dtype)  # fmt: skip
-    keys = tl.where(fresh[:, None], own, keys)
-    path = live[:, None] & (e < total)[None, :]
-    path = path & _on_path(ancestors, row, t[:, None], (e - past)[None, :], T)
-    # the decay behind an entry is the product of the newer decays, never a quotient of products
-    later = live[:, None] & (e + 1 < total)[None, :]
-    later = later & _on_path(ancestors, row, t[:, None], (e + 1 - past)[None, :], T)
-    at_g, at_w = ring_g + head[:, None] * R, ring_w + head[:, None] * R
-    gates = tl.load(at_g + at[None, :], path & known[None, :], 0.0)
-    newer = tl.load(at_g + next_at[None, :], later & (e + 1 < past)[None, :], 0.0)
-    strength = tl.load(at_w + at[None, :], path & known[None, :], 0.0)
-    if T == 1:
-        gates = tl.where((e == past)[None, :] & path, log_decay[:, None], gates)
-        newer = tl.where((e + 1 == past)[None, :] & later, log_decay[:, None], newer)
-        strength = tl.where((e == past)[None, :] & path, write[:, None], strength)
-    else:
-        _append_gates(head, own_at, live, log_decay, write, ring_g, ring_w, K, R, CHANNEL, BK)
-        # the block's gates are those that other lanes have just written
-        tl.debug_barrier()
-        gates += tl.load(at_g + at[None, :], path & fresh[None, :], 0.0)
-        newer += tl.load(at_g + next_at[None, :], later & (e + 1 >= past)[None, :], 0.0)
-        strength += tl.load(at_w + at[None, :], path & fresh[None, :], 0.0)
-    # the norm and the scale of a query are numbers of its line
-    at_q = q + row * q_row + h * K
-    factor = tl.zeros((BL,), tl.float32) + q_scale
-    if T == 1:
-        query = tl.load(at_q + kk, k_live & (length > 0), 0.0).to(tl.float32)
-        if NORM:
-            factor *= tl.rsqrt(tl.sum(query * query, 0) + eps)
-        z = tl.sum(keys.to(tl.float32) * query[None, :], 1)[None, :] + tl.zeros_like(gates)
-        query = tl.broadcast_to(query[None, :], (BL, BK))
-    else:
-        query = tl.load(at_q + t[:, None] * q_token + kk[None, :],
-                        live[:, None] & k_live[None, :], 0.0)  # fmt: skip
-        z = dot_near(query, tl.trans(keys), tl.zeros((BL, NE), tl.float32), B16)
-        query = query.to(tl.float32)
-        if NORM:
-            factor *= tl.rsqrt(tl.sum(query * query, 1) + eps)
-    z *= factor[:, None]
-    decay = decay_of(gates)
-    if DELTA:
-        wide = keys.to(tl.float32)
-        if B16:
-            gram = tl.dot(keys, tl.trans(keys))
-        else:
-            gram = tl.dot(wide, tl.trans(wide), input_precision="ieee")
-        c = tl.zeros((BL, NE), tl.float32)
-        for i in range(total):
-            is_it = (e == total - 1 - i)[None, :]
-            c_i = tl.sum(tl.where(is_it, z * strength, 0.0), 1)
-            d_i = tl.sum(tl.where(is_it, decay, 0.0), 1)
-            k_i = tl.sum(tl.where((e == total - 1 - i)[:, None], gram, 0.0), 0)
-            c = tl.where(is_it, c_i[:, None], c)
-            z = d_i[:, None] * (z - c_i[:, None] * k_i[None, :])
-    else:
-        c = strength * tl.cumprod(decay_of(newer), 1, reverse=True) * z
-    if T == 1:
-        _append_gates(head, own_at, live, log_decay, write, ring_g, ring_w, K, R, CHANNEL, BK)
-    _append_values(head, own_at, live, value, ring_v, V, R, BV)
-    tl.store(ring_k + at[:, None] * K + kk[None, :], keys, fresh[:, None] & k_live[None, :])
-    out = (row * HV + head) * T + t
-    weight = c
-    if SKIP:
-        skip = tl.load(skips + head, live, 0.0).to(tl.float32)
-        weight = tl.where((e - past)[None, :] == t[:, None], c + skip[:, None], c)
-    tl.store(coef + out[:, None] * NE + e[None, :], weight, live[:, None])
-    for tile in tl.static_range(TILES):
-        begin = (folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest).to(tl.int32)
-        passed = tl.where((e >= begin)[None, :], decay, 1.0)
-        arrived = product(passed, 1) * factor
-        if DELTA:
-            share = tl.where((e >= begin)[None, :], c, 0.0) * tl.cumprod(passed, 1)
-            x = query * arrived[:, None]
-            x = dot_exact(-share, keys, x, B16)
-            at_x = ((row * HV + head) * TILES + tile) * T + t
-            both = live[:, None] & k_live[None, :]
-            tl.store(x_out + at_x[:, None] * K + kk[None, :], x, both)
-        else:
-            tl.store(scale + out * TILES + tile, arrived, live)
 
 
 @triton.jit
@@ -303,22 +164,23 @@ def chain_kernel(
         if CHANNEL:
             fetch_entries(ring_g + tl.program_id(1) * R * K, start, past, R, K)
     own_at = (start + past + t) % R
-    value, log_decay, strength = _entries(
+    value, log_decay, strength = entries_of(
         row, head, t, live, v, g, w, rates, biases,
         v_row, v_token, g_row, g_token, w_row, w_token, w_low, w_high,
         K, V, GATES, CHANNEL, BK, BV,
     )  # fmt: skip
     if T == 1:
-        own = _keys(k, 0, k_live & (length > 0), 0, eps, NORM, ring_k.dtype.element_ty)
+        own = keys_of(k, 0, k_live & (length > 0), 0, eps, NORM, ring_k.dtype.element_ty)
     else:
-        own = _keys(k[None, :], t[:, None], both, k_token, eps, NORM, ring_k.dtype.element_ty)
+        own = keys_of(k[None, :], t[:, None], both, k_token, eps, NORM, ring_k.dtype.element_ty)
     skip = tl.zeros((BL,), tl.float32)
     if SKIP:
         skip = tl.load(skips + head, live, 0.0).to(tl.float32)
-    out = (row * HV + head) * T + t
-    at_x = x_out + ((row * HV + head) * TILES * T + t)[:, None] * K + kk[None, :]
+    # lines of a program are neighbours
+    first_line = (row * HV + tl.program_id(1) * per) * T
+    coef, x_out = coef + first_line * NE, x_out + first_line * TILES * K
     if T > 1:
-        _append_gates(head, own_at, live, log_decay, strength, ring_g, ring_w, K, R, CHANNEL, BK)
+        append_gates(head, own_at, live, log_decay, strength, ring_g, ring_w, K, R, CHANNEL, BK)
         tl.store(ring_k + own_at[:, None] * K + kk[None, :], own, both)
         # what follows reads what other lanes have just written
         tl.debug_barrier()
@@ -339,10 +201,10 @@ def chain_kernel(
             x *= decay_of(log_decay)
         else:
             decay = decay_of(log_decay)
-        tl.store(coef + out * NE + past, passed + skip, live)
-        _append_gates(head, own_at, live, log_decay, strength, ring_g, ring_w, K, R, CHANNEL, BK)
+        tl.store(coef + line * NE + past, passed + skip, live)
+        append_gates(head, own_at, live, log_decay, strength, ring_g, ring_w, K, R, CHANNEL, BK)
         tl.store(ring_k + (start + past) % R * K + kk, own, k_live & (length > 0))
-    _append_values(head, own_at, live, value, ring_v, V, R, BV)
+    append_values(head, own_at, live, value, ring_v, V, R, BV)
     for i in range(entries):
         entry = entries - 1 - i
         key, gates, write = next_key.to(tl.float32), next_g, next_w
@@ -355,16 +217,17 @@ def chain_kernel(
             for tile in tl.static_range(TILES):
                 stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest
                 if stands == entry + 1:
-                    tl.store(at_x + tile * T * K, x * decay[:, None], both)
+                    at_x = x_out + ((line // T * TILES + tile) * T + t)[:, None] * K + kk[None, :]
+                    tl.store(at_x, x * decay[:, None], both)
         passed = write * tl.sum(x * key[None, :], 1)
         if T > 1:
-            acts = _on_path(ancestors, row, t, entry - past, T)
+            acts = on_path(ancestors, row, t, entry - past, T)
             passed = tl.where(acts, passed, 0.0)
             gates = tl.where(acts[:, None] if CHANNEL else acts, gates, 0.0)
         weight = passed * decay
         if T > 1:
             weight += tl.where(entry - past == t, skip, 0.0)
-        tl.store(coef + out * NE + entry, weight, live)
+        tl.store(coef + line * NE + entry, weight, live)
         if DELTA:
             x -= passed[:, None] * key[None, :]
         if CHANNEL:
@@ -374,4 +237,5 @@ def chain_kernel(
     x *= decay[:, None]
     for tile in tl.static_range(TILES):
         stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES) - oldest
-        tl.store(at_x + tile * T * K, x, both & (stands == 0))
+        at_x = x_out + ((line // T * TILES + tile) * T + t)[:, None] * K + kk[None, :]
+        tl.store(at_x, x, both & (stands == 0))

@@ -6,6 +6,7 @@ into two signed base-256 digits (15 bits and sign), and four products a lane go 
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from replayssm.ops.triton.kernels.common import dot4, dot_near, larger
 from replayssm.ops.triton.kernels.planes import read_full, step_size
@@ -132,13 +133,13 @@ def read_chunk(
     out_token, z_token, x_token, start, begin, total, length, full, row0, row_end,
     T: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, NE: tl.constexpr,
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SHARED_X: tl.constexpr,
-    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr,
+    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
+    CHUNK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write a chunk's outputs: the state's part and that of entries ``begin .. total - 1``.
 
     Entries count from the row's oldest, at ring index ``start``. Pointers are those of the row and
-    head.
+    head. ``WAITS``: the pull-back may still run while the first rows of the state are on their way.
     """
     e, kk, w = tl.arange(0, NE), tl.arange(0, BK), tl.arange(0, BK // 4)
     k_live, e_live = kk < K, (e >= begin) & (e < total)
@@ -161,6 +162,8 @@ def read_chunk(
         row_scale = 1.0
         if SCALED:
             row_scale = tl.load(scales + r, r_live, 0.0)
+        if WAITS and block == 0:
+            gdc_wait()
         values = tl.load(ring_v + at_e[:, None] * V + r[None, :],
                          e_live[:, None] & r_live[None, :], 0.0)  # fmt: skip
         # tokens past the row's length are 0, whatever was read for them

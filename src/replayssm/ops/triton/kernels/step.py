@@ -25,7 +25,7 @@ from replayssm.ops.triton.kernels.read import read_chunk
 
 
 @triton.jit
-def _fold_part(
+def fold_part(
     plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
     high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
     row, head, part,
@@ -79,8 +79,8 @@ def _read_part(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SHARED_X: tl.constexpr,
-    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
+    CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Write ``out[row, :, head, chunk]``; with ``WHICH = "rest"`` only if the chunk does not fold.
 
@@ -121,7 +121,7 @@ def _read_part(
             gate_z + row * z_row + head * V, high, low, scales, columns, ring_v,
             out_token, z_token, x_token, (oldest % R).to(tl.int32), (stands - oldest).to(tl.int32),
             (first + length - oldest).to(tl.int32), length.to(tl.int32), full, row0, row_end,
-            T, K, V, R, NE, TILES, FORMAT, DEPTH, SHARED_X, DIGITS, HAS_Z, ASM, CHUNK,
+            T, K, V, R, NE, TILES, FORMAT, DEPTH, SHARED_X, DIGITS, HAS_Z, ASM, WAITS, CHUNK,
             BR, BK,
         )  # fmt: skip
     elif slot < 0:
@@ -140,12 +140,12 @@ def step_kernel(
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
     CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
     ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BK: tl.constexpr,
+    BK: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Fold and read; the grid is rows x value heads, chunks."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
     part = tl.program_id(1)
-    _fold_part(
+    fold_part(
         plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
         high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
         row, head, part,
@@ -162,9 +162,12 @@ def step_kernel(
         T, H, HV, K, V,
         R, NE, WINDOW, KEEP,
         TILES, FORMAT, DEPTH, SHARED_X,
-        DIGITS, HAS_Z, ASM, CHUNK,
+        DIGITS, HAS_Z, ASM, WAITS, CHUNK,
         BR, BC, BK,
     )  # fmt: skip
+    if WAITS:
+        # whoever waits for this kernel may rely on the pull-back too
+        gdc_wait()
 
 
 @triton.jit
@@ -175,8 +178,8 @@ def read_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SHARED_X: tl.constexpr,
-    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, CHUNK: tl.constexpr,
-    BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    DIGITS: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr, WAITS: tl.constexpr,
+    CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Read the chunks that fold nothing in this step; the grid is the step kernel's."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
@@ -189,9 +192,12 @@ def read_kernel(
         T, H, HV, K, V,
         R, NE, WINDOW, KEEP,
         TILES, FORMAT, DEPTH, SHARED_X,
-        DIGITS, HAS_Z, ASM, CHUNK,
+        DIGITS, HAS_Z, ASM, WAITS, CHUNK,
         BR, BC, BK,
     )  # fmt: skip
+    if WAITS:
+        # whoever waits for this kernel may rely on the pull-back too
+        gdc_wait()
 
 
 @triton.jit
@@ -217,7 +223,7 @@ def due_kernel(
         entry = tl.load(due + 1 + item // (HV * chunks))
         row, head = (entry // TILES).to(tl.int64), item // chunks % HV
         part = entry % TILES * chunks + item % chunks
-        _fold_part(
+        fold_part(
             plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
             high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
             row, head, part,
@@ -236,7 +242,7 @@ def due_kernel(
             T, H, HV, K, V,
             R, NE, WINDOW, KEEP,
             TILES, FORMAT, DEPTH, SHARED_X,
-            DIGITS, HAS_Z, ASM, CHUNK,
+            DIGITS, HAS_Z, ASM, False, CHUNK,
             BR, BC, BK,
         )  # fmt: skip
     if WAITS:
@@ -256,7 +262,7 @@ def fold_kernel(
     """Fold what is due of every row and nothing else; the grid is the step kernel's."""
     row, head = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
     part = tl.program_id(1)
-    _fold_part(
+    fold_part(
         plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
         high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
         row, head, part,
