@@ -45,8 +45,8 @@ ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "warps": (1, 2, 4),
     "fold_warps": (1, 2, 4),
     "pull_warps": (1, 2, 4),
-    "pull_registers": (0, 48, 64, 96),
-    "fold_registers": (0, 128),
+    "pull_registers": (0, 48, 64, 96, 112, 168),
+    "fold_registers": (0, 128, 168),
     "early_read": (False, True),
     "whole": (False, True),
 }
@@ -239,7 +239,8 @@ def _with(launch: Launch, name: str, tile: int) -> list[Launch]:
     """Return the launches that differ from one in a single size, within a tile's value rows."""
     most = tile if name in ("chunk", "read_rows", "fold_rows", "fold_chunk") else None
     values = [x for x in ALTERNATIVES[name] if most is None or x <= most]
-    return [replace(launch, **{name: value}) for value in values]
+    sizes: list[dict[str, Any]] = [{name: value} for value in values]
+    return [replace(launch, **size) for size in sizes]
 
 
 def _time(
