@@ -118,7 +118,8 @@ def _copy(
     parts = [counts, _ancestor_masks(plan, tokens)]
     if plan.parents is not None:
         wide = np.full((plan.rows, tokens), -1, np.int64)
-        wide[:, : plan.parents.shape[1]] = plan.parents
+        known = min(tokens, plan.parents.shape[1])
+        wide[:, :known] = plan.parents[:, :known]
         parts.append(wide)
     due = due_tiles(plan, ring)
     parts.append(np.pad(due, (0, len(due) % 2)).view(np.int64))

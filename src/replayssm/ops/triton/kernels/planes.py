@@ -19,7 +19,7 @@ HIGH_MAX = tl.constexpr(127.0)
 def load_planes(high, low, at, live, low_live, FORMAT: tl.constexpr):
     """Return the numbers of both planes, the high one's twice if it is the only one.
 
-    Where ``low_live`` is not set the low plane counts as its bias: the high plane's number.
+    Where ``low_live`` is not set the low plane's number is about its bias: see :func:`read_full`.
     """
     top = tl.load(high + at, mask=live, other=0)
     if FORMAT == "s32" or FORMAT == "q24":
@@ -48,8 +48,13 @@ def join_planes(top, rest, FORMAT: tl.constexpr):
 
 @triton.jit
 def read_full(high, low, at, live, low_live, FORMAT: tl.constexpr):
-    """Return what :func:`join_planes` makes of what :func:`load_planes` finds."""
+    """Return both planes joined; where ``low_live`` is not set, the high plane's number."""
     top, rest = load_planes(high, low, at, live, low_live, FORMAT)
+    if FORMAT == "s32" or FORMAT == "q24" or FORMAT == "q16":
+        # what a masked load puts in is sign-extended when numbers are packed in a word, which
+        # changes those with the top bit set
+        bias: tl.constexpr = 128 if FORMAT == "q16" else 32768
+        rest = tl.where(low_live, rest, tl.cast(bias, low.dtype.element_ty))
     return join_planes(top, rest, FORMAT)
 
 
