@@ -306,13 +306,16 @@ class WholeStates:
         return replace(plan, slots=np.where(plan.slots < 0, -1, places), lengths=lengths)
 
     def _keep_windows(self, forward: _Forward, accepted: NDArray[np.int64]) -> None:
-        rows = np.flatnonzero(accepted)
-        slots = torch.from_numpy(forward.plan.slots[rows]).to(self.device)
-        for layer, inputs in forward.inputs.items():
-            past = self._windows[layer]
-            if past is not None:
-                newest = accepted[rows, None] + np.arange(past.shape[1])
-                past[slots] = inputs[rows[:, None], newest]
+        for count in np.unique(accepted[accepted > 0]).tolist():
+            rows = torch.from_numpy(np.flatnonzero(accepted == count)).to(self.device)
+            slots = torch.from_numpy(forward.plan.slots).to(self.device)[rows]
+            for layer, inputs in forward.inputs.items():
+                past = self._windows[layer]
+                if past is not None:
+                    newest = inputs[:, count : count + past.shape[1]]
+                    # usually all rows keep as many, and need not be gathered
+                    kept = newest if len(rows) == len(newest) else newest[rows]
+                    past.index_copy_(0, slots, kept)
 
     def _places(self, max_block: int) -> int:
         """Return how many states a slot has room for."""

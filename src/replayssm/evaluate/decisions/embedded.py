@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from contextlib import ExitStack
@@ -57,6 +58,7 @@ class Embedded:
     def __enter__(self) -> Embedded:
         made = engine_drafters(self._subject, self._plan.variants)
         self._drafters = self._held.enter_context(made)
+        gc.freeze()  # the collection before every run need not look at all that was loaded
         return self
 
     def __exit__(
@@ -65,6 +67,7 @@ class Embedded:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        gc.unfreeze()
         for engine in self._engines:
             engine.close()
         self._held.close()
