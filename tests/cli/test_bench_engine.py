@@ -33,6 +33,7 @@ def run(monkeypatch, capsys, tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_requests_are_served_cancelled_and_moved(run, tmp_path):
     code, found = run("--engines", 2, "--num-warmups", 1)
     assert code in (ExitCode.OK, ExitCode.INCONCLUSIVE)

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from replayssm.evaluate.checks import Status, under
+from replayssm.evaluate.plan import FULL_SCOPE, Scope
 from replayssm.evaluate.verdict import Verdict, faster, judge
 
 
@@ -68,6 +71,15 @@ def test_an_interval_across_a_margin_is_inconclusive(made, estimate):
     found = judged(made)
     assert found.verdict is Verdict.OPEN
     assert {s.verdict for s in found.settings} == {Verdict.OPEN}
+
+
+@pytest.mark.parametrize(
+    ("scope", "advice"), [(Scope(), "with --full"), (FULL_SCOPE, "on a machine at rest")]
+)
+def test_a_full_run_that_cannot_decide_does_not_ask_for_itself(made, estimate, scope, advice):
+    wide = type(made)(replace(made.plan, scope=scope))
+    wide.kl = {arm.name: estimate(0.002, 0.001, 0.003) for arm in wide.plan.arms}
+    assert f"run again {advice}." in judged(wide).headline
 
 
 def test_only_an_open_setting_is_named_where_the_run_is_open(made, estimate):

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from replayssm.evaluate.checks import Check, Status, combine, quality_checks
+from replayssm.evaluate.plan import FULL_SCOPE
 from replayssm.evaluate.stats import Estimate
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def judge(
         mine = [s for s in settings if s.arm == arm.name]
         arms.append(_arm(arm, quality[arm.name], checks[arm.name], mine))
     routes = route(settings, plan.margins.speedup)
-    verdict, headline = _overall(arms, settings, routes)
+    verdict, headline = _overall(plan, arms, settings, routes)
     return Judgement(verdict, headline, tuple(arms), tuple(settings), routes)
 
 
@@ -278,7 +279,7 @@ def fastest(settings: Sequence[Setting]) -> Setting | None:
 
 
 def _overall(
-    arms: list[ArmVerdict], settings: list[Setting], routes: tuple[Route, ...]
+    plan: Plan, arms: list[ArmVerdict], settings: list[Setting], routes: tuple[Route, ...]
 ) -> tuple[Verdict, str]:
     verdicts = {a.arm: a.verdict for a in arms if a.verdict is not None}
     if Verdict.ENABLE in verdicts.values():
@@ -286,7 +287,8 @@ def _overall(
         where = "; ".join(f"{r.arm} for {batch_words(r)}" for r in paying)
         return Verdict.ENABLE, f"Enable {where}. Keep the standard path elsewhere."
     if Verdict.OPEN in verdicts.values():
-        head = "This run cannot decide: keep the standard path, and run again with --full."
+        more = "on a machine at rest" if plan.scope == FULL_SCOPE else "with --full"
+        head = f"This run cannot decide: keep the standard path, and run again {more}."
         undecided = [s for s in settings if s.verdict is Verdict.OPEN]
         return Verdict.OPEN, head + _nearest(undecided, settings)
     sound = {a.arm for a in arms if a.quality is not Status.FAIL}

@@ -170,6 +170,7 @@ def test_the_number_of_rounds_follows_the_spread_and_not_the_mean(plan, fake):
     assert rounds(1.0, 0.2) == rounds(2.0, 0.2) > 2 * design.pairs
 
 
+@pytest.mark.slow
 def test_a_planted_slowdown_of_5_percent_is_caught(plan, fake):
     def compared(factor):
         servers = {
