@@ -150,6 +150,7 @@ CASES = [
     Case(ODD[D, S], "s32", None, keep=2, tokens=3, tiles=2),
     Case(ODD[A, S], "q24", None, keep=1, tokens=4, tiles=4),
     Case(ODD[D, C], "q16", FULL, tokens=3, keep=1),
+    Case(ODD[A, S], "q16", None),
     Case(ODD[A, C], "s32", HIGH, tokens=2, tiles=4),
     *(Case(at, "f32", FULL, tokens=5, is_tree=True, window=6) for at in ODD.values()),
     *(Case(ODD[D, S], "q24", FULL, regime=r) for r in (Regime.CLOSED, Regime.RESET, Regime.OPEN)),

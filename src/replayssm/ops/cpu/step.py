@@ -211,6 +211,7 @@ def run_item(
     per_key, head = at.value_heads // at.key_heads, first_head(at, unit)
     key_head, slot = head // per_key, counts[SLOT, row]
     stop_head = min(head + HEADS_PER_ITEM, (key_head + 1) * per_key)
+    # of a pad row a variable 0: a literal one would be a second specialisation to compile
     length = counts[LENGTH, row] if has_block and slot >= 0 else 0
     if slot < 0:
         if has_block:
