@@ -59,6 +59,8 @@ def test_the_bundled_model_drafts_and_changes_no_token(run, tmp_path):
         code, _ = run("--engines", 2, *options)
         assert code in (ExitCode.OK, ExitCode.INCONCLUSIVE)
         texts.append(json.loads((tmp_path / "out" / "result.json").read_text()))
+        page = (tmp_path / "out" / "report.html").read_text()
+        assert 'aria-label="Decode forwards over time"' in page
     plain, drafted = texts
     assert plain["summary"]["use"]["acceptance_rate"] is None
     assert 0 < drafted["summary"]["use"]["acceptance_rate"] <= 1

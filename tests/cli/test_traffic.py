@@ -157,10 +157,19 @@ def test_serve_records_every_request_and_writes_its_files(run, trace, tmp_path):
         assert result["manifest"]["machine"]["cores"] >= 1
         assert len((folder / "requests.jsonl").read_text().splitlines()) == 13
         assert (folder / "telemetry.csv").read_text().startswith("at_s,sent,")
+        page = (folder / "report.html").read_bytes()
+        assert told["report"] == str(folder / "report.html")
+        assert b"Bearer" not in page
+        assert b"127.0.0.1" not in page
+        (folder / "report.html").unlink()
+        code, out, _ = run("report", folder, "--json")
+        assert (code, last_object(out)["report"]) == (0, told["report"])
+        assert (folder / "report.html").read_bytes() == page
         code, out, _ = run("bench", "serve", trace, "--base-url", address, "--endpoint", "chat",
                            "--result-dir", folder)  # fmt: skip
         assert "12 ok, 0 failed" in out
         assert "TTFT from schedule" in out
+        assert f"Report: {folder / 'report.html'}" in out.replace("\n", "")
 
 
 def test_a_run_without_a_success_is_a_failure(run, trace, tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,6 +17,9 @@ from replayssm.evaluate.result import Result
 from replayssm.evaluate.run import evaluate
 from replayssm.evaluate.stats import Estimate
 from replayssm.evaluate.subject import Subject, from_bytes_model
+
+# records by hand
+sys.path.insert(0, str(Path(__file__).parents[1] / "traffic"))
 
 SMALL = Scope(
     window=4,

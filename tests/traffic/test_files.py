@@ -76,6 +76,28 @@ def test_telemetry_has_a_row_a_sample_and_gaps_where_nothing_was_told(tmp_path):
     assert rows[1]["tokens"] == "30"
 
 
+def test_samples_come_back_though_the_target_counts_under_our_names(tmp_path):
+    samples = (*SAMPLES, Sample(2.5, 6, 1, 1, 40, 90.5, {"failed": 3.0, "running": 0.25}))
+    assert tuple(files.read_samples(files.write_samples(samples, tmp_path))) == samples
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("", "line 1"),
+        ("at_s,sent\n1,2\n", "line 1"),
+        (f"{','.join(files.OWN)},x\n0,0,0,0,0,,1\n0,0,0,0,many,,1\n", "line 3"),
+        (f"{','.join(files.OWN)},x\n0,0,0,0,0,\n", "line 2"),
+        (f"{','.join(files.OWN)}\n0,0\n", "line 2"),
+    ],
+)
+def test_a_file_that_is_no_telemetry_is_refused_with_its_place(tmp_path, text, place):
+    path = tmp_path / files.TELEMETRY
+    path.write_text(text)
+    with pytest.raises(ContractError, match=place):
+        files.read_samples(path)
+
+
 @pytest.fixture
 def document(records, tmp_path):
     run = Run(tuple(records), 123, 1.7e9, SAMPLES)

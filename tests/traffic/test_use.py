@@ -69,6 +69,8 @@ def test_what_is_not_told_is_not_made_up():
     assert used([]) is None
     silent = [Sample(float(i), 0, 0, 0, 0, None, {"steps": float(i)}) for i in range(3)]
     assert used(silent) is None
+    busy = [Sample(float(i), 0, 0, 0, 0, None, {METRICS["running"]: 3.0}) for i in range(3)]
+    assert used(busy) is None
     foreign = [
         Sample(float(i), 0, 0, 0, 0, None, {METRICS["preemptions"]: 3.0 * i}) for i in range(3)
     ]

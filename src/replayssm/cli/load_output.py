@@ -16,18 +16,9 @@ if TYPE_CHECKING:
     from replayssm.traffic.run import Run
     from replayssm.traffic.self_check import Check
     from replayssm.traffic.slo import Slo
-    from replayssm.traffic.summary import Distribution, Group, Summary
+    from replayssm.traffic.summary import Summary
     from replayssm.traffic.trace import Trace
     from replayssm.traffic.use import Use
-
-NAMES = {
-    "ttft": "TTFT",
-    "ttft_scheduled": "TTFT from schedule",
-    "tpot": "TPOT",
-    "itl": "ITL",
-    "e2el": "E2EL",
-    "e2el_scheduled": "E2EL from schedule",
-}
 
 
 def finish(
@@ -41,12 +32,16 @@ def finish(
     as_json: bool,
 ) -> None:
     """Summarise a run, write its files, print it, and end the command with its exit code."""
+    from replayssm.evaluate import load_run
+    from replayssm.evaluate.report import write_load
     from replayssm.traffic import result
     from replayssm.traffic.summary import summarise
 
     summary = summarise(run.records, limits, run.samples)
     document = result.document(run, summary, load, energy, about)
     result.write(folder, run, document)
+    written = load_run.parse(result.dump(document), run.records, run.samples)
+    report = write_load(written, folder)
     code = ExitCode.OK
     if not summary.total.requests["ok"]:
         code = ExitCode.FAILURE
@@ -54,14 +49,19 @@ def finish(
         code = ExitCode.INCONCLUSIVE
     if as_json:
         flat = {k: v for k, v in document.items() if not isinstance(v, dict)}
-        print_json({"exit_code": int(code), **flat, "result": str(folder / result.RESULT)})
+        files = {"result": str(folder / result.RESULT), "report": str(report)}
+        print_json({"exit_code": int(code), **flat, **files})
     else:
-        show(summary, energy, folder)
+        show(summary, energy)
+        console().print(f"Results: {folder}")
+        console().print(f"Report: {report}")
     raise typer.Exit(int(code))
 
 
-def show(summary: Summary, energy: Energy, folder: Path) -> None:
+def show(summary: Summary, energy: Energy) -> None:
     """Print what a run amounts to."""
+    from replayssm.evaluate.report import load_tables as tables
+
     total, schedule, out = summary.total, summary.schedule, console()
     failed = sum(total.failures.values())
     style = "bold red" if failed else "bold"
@@ -70,37 +70,21 @@ def show(summary: Summary, energy: Energy, folder: Path) -> None:
               f"in {summary.span_s:.1f} s", style=style)  # fmt: skip
     for kind, count in total.failures.items():
         out.print(f"  {count:,} x {kind}", style="red")
-    out.print()
-    rows = [_row(NAMES[name], found) for name, found in total.latencies.items()]
-    rows += [
-        _row("schedule lag", schedule.lag),
-        _row("of it the client's", schedule.client_lag),
-    ]
-    print_table(("ms", "mean", "p50", "p95", "p99", "most", "n"), rows)
-    out.print()
-    groups = {"all": total, **(summary.cohorts if len(summary.cohorts) > 1 else {})}
-    columns = (
-        "cohort",
-        "ok",
-        "requests/s",
-        "tokens/s",
-        "TTFT p50 ms",
-        "TPOT p50 ms",
-        "goodput/s",
-        "in SLO",
-    )
-    print_table(columns, [_cohort(name, group) for name, group in groups.items()])
+    for table in (tables.latencies(summary), tables.cohorts(summary)):
+        out.print()
+        print_table(table.columns, table.rows)
     out.print()
     rates = (schedule.offered_rate, schedule.sent_rate, schedule.completed_rate)
-    shown = ", ".join(f"{name} {_number(rate)}" for name, rate in
+    shown = ", ".join(f"{name} {tables.tenths(rate)}" for name, rate in
                       zip(("offered", "sent", "completed"), rates, strict=True))  # fmt: skip
     out.print(f"requests a second: {shown}; at most {summary.most_running} in flight")
     if summary.limits:
         kept = ", ".join(
-            f"{slo.metric} {slo.limit_ms:g} ms: {_share(total.slo.by_metric[slo.metric])}"
+            f"{slo.metric} {slo.limit_ms:g} ms: {tables.share(total.slo.by_metric[slo.metric])}"
             for slo in summary.limits
         )
-        out.print(f"limits kept: {kept}; all: {_share(total.slo.share)} of {total.slo.judged:,}")
+        everything = f"{tables.share(total.slo.share)} of {total.slo.judged:,}"
+        out.print(f"limits kept: {kept}; all: {everything}")
     if summary.use is not None:
         out.print(_use(summary.use))
     if energy.joules is None:
@@ -109,17 +93,18 @@ def show(summary: Summary, energy: Energy, folder: Path) -> None:
         out.print(f"energy: {energy.joules:,.0f} J by {energy.source}, {energy.devices} devices")
     for warning in summary.warnings:
         out.print(f"Note: {warning}", style="dim")
-    out.print(f"Results: {folder}")
 
 
 def show_check(check: Check, limit_ms: float, *, passed: bool) -> None:
     """Print what the client kept up."""
+    from replayssm.evaluate.report.load_tables import tenths
+
     rows = [
         ("requests", f"{check.ok:,} ok of {check.requests:,}"),
         ("sent", f"{check.sent_rate:.1f} requests/s, {check.tokens_per_s:,.0f} tokens/s"),
         (
             "schedule lag",
-            f"p50 {check.lag_p50_ms:.1f} ms, p99 {_number(check.lag_p99_ms)} ms, "
+            f"p50 {check.lag_p50_ms:.1f} ms, p99 {tenths(check.lag_p99_ms)} ms, "
             f"most {check.lag_max_ms:.1f} ms",
         ),
         ("TTFT p50", f"{check.ttft_p50_ms:.1f} ms"),
@@ -133,44 +118,21 @@ def show_check(check: Check, limit_ms: float, *, passed: bool) -> None:
     console().print(told, style="bold green" if passed else "bold red")
 
 
-def _row(name: str, found: Distribution) -> tuple[str, ...]:
-    values = (found.mean, found.p50, found.p95, found.p99, found.maximum)
-    return (name, *(_number(value) for value in values), f"{found.n:,}")
-
-
-def _cohort(name: str, group: Group) -> tuple[str, ...]:
-    return (
-        name,
-        f"{group.requests['ok']:,}",
-        f"{group.request_throughput:.2f}",
-        f"{group.output_throughput:,.0f}",
-        _number(group.latencies["ttft"].p50),
-        _number(group.latencies["tpot"].p50),
-        f"{group.slo.goodput:.2f}",
-        _share(group.slo.share),
-    )
-
-
 def _use(use: Use) -> str:
     """Return what a run used, in one line of what the target told."""
+    from replayssm.evaluate.report.load_tables import tenths
+    from replayssm.evaluate.report.words import mib
+
     words = []
     if use.memory_per_sequence is not None:
-        words.append(f"{use.memory_per_sequence / (1 << 20):.2f} MiB a sequence")
+        words.append(f"{mib(use.memory_per_sequence)} a sequence")
     if use.effective_batch is not None:
         words.append(f"{use.effective_batch:.1f} rows a decode forward")
     if use.flushes is not None and use.flushing_share is not None:
-        cost = f"{_number(use.flushing_ms)} ms, {_number(use.plain_ms)} ms without"
+        cost = f"{tenths(use.flushing_ms)} ms, {tenths(use.plain_ms)} ms without"
         words.append(f"{use.flushes:,} flushes in {use.flushing_share:.0%} of them ({cost})")
     if use.acceptance_rate is not None:
         words.append(f"{use.acceptance_rate:.0%} of the drafts accepted")
     if use.evictions is not None:
         words.append(f"{use.evictions:,} evictions")
     return f"used: {', '.join(words)}"
-
-
-def _number(value: float | None) -> str:
-    return "—" if value is None else f"{value:,.1f}"
-
-
-def _share(value: float | None) -> str:
-    return "—" if value is None else f"{value:.1%}"

@@ -1,4 +1,4 @@
-"""``replayssm report FOLDER``: the report of an evaluation again, from its result."""
+"""``replayssm report FOLDER``: a report again, of an evaluation or a load run, from its files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def report(
     folder: Annotated[Path, typer.Argument(help="Folder with a result.json.")],
     as_json: Annotated[bool, JSON_OPTION] = False,
 ) -> None:
-    """Write report.html again from the result.json in a folder."""
+    """Write report.html again from the result.json in a folder, of an evaluation or a load run."""
+    from replayssm.evaluate import load_run
     from replayssm.evaluate import report as reports
     from replayssm.evaluate import result as results
     from replayssm.evaluate.decisions import result as rollouts
@@ -29,7 +30,9 @@ def report(
         fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise ContractError("result.json", "JSON", str(error)) from error
-    if isinstance(fields, dict) and "stamp" in fields:
+    if load_run.is_load_run(fields):
+        written = reports.write_load(load_run.read(folder), folder)
+    elif isinstance(fields, dict) and "stamp" in fields:
         written = reports.write_rollout(rollouts.parse(text), folder)
     else:
         written = reports.write(results.parse(text), folder)

@@ -12,16 +12,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from replayssm.errors import ContractError
 from replayssm.traffic.record import Record
+from replayssm.traffic.run import Sample
 from replayssm.traffic.summary import Summary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from replayssm.traffic.run import Sample
-
 RECORDS = "requests.jsonl"
 TELEMETRY = "telemetry.csv"
+OWN = ("at_s", "sent", "running", "failed", "tokens", "ttft_ms")
 KINDS: dict[str, type] = {"record": Record, "summary": Summary}
 
 
@@ -84,11 +84,42 @@ def write_samples(samples: Sequence[Sample], folder: Path) -> Path:
     """Write ``telemetry.csv``: a row a sample, our columns and then the target's own."""
     path = folder / TELEMETRY
     names = sorted({name for sample in samples for name in sample.counters})
-    own = ("at_s", "sent", "running", "failed", "tokens", "ttft_ms")
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow((*own, *names))
+        writer.writerow((*OWN, *names))
         for sample in samples:
-            values = (getattr(sample, name) for name in own)
+            values = (getattr(sample, name) for name in OWN)
             writer.writerow((*values, *(sample.counters.get(name, "") for name in names)))
     return path
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Read samples back.
+
+    Raises:
+        ContractError: The file is no telemetry.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        head, *rows = list(csv.reader(file)) or [[]]
+        if tuple(head[: len(OWN)]) != OWN:
+            raise ContractError(f"{path.name} line 1", f"columns {', '.join(OWN)}", head[:6])
+        # the target may count under our names: columns are told apart by their place
+        names = head[len(OWN) :]
+        return [_sample(path.name, n, names, row) for n, row in enumerate(rows, 2)]
+
+
+def _sample(file: str, line: int, names: Sequence[str], row: Sequence[str]) -> Sample:
+    try:
+        at, sent, running, failed, tokens, ttft = row[: len(OWN)]
+        told = zip(names, row[len(OWN) :], strict=True)
+        return Sample(
+            at_s=float(at),
+            sent=int(sent),
+            running=int(running),
+            failed=int(failed),
+            tokens=int(tokens),
+            ttft_ms=float(ttft) if ttft else None,
+            counters={name: float(value) for name, value in told if value},
+        )
+    except ValueError as error:
+        raise ContractError(f"{file} line {line}", "a sample", str(error)) from error

@@ -74,11 +74,15 @@ def document(
     }
 
 
+def dump(result: dict[str, Any]) -> str:
+    """Return the document of a run as the text of ``result.json``."""
+    return json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
 def write(folder: Path, run: Run, result: dict[str, Any]) -> None:
     """Write ``result.json``, ``requests.jsonl`` and ``telemetry.csv`` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    (folder / RESULT).write_text(text + "\n", encoding="utf-8")
+    (folder / RESULT).write_text(dump(result), encoding="utf-8")
     files.write_records(run.records, folder)
     files.write_samples(run.samples, folder)
 

@@ -15,7 +15,7 @@ from replayssm.traffic.steady import Steady, most_running, steady_window
 from replayssm.traffic.use import Use, used
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from replayssm.traffic.record import Record
     from replayssm.traffic.run import Sample
@@ -218,6 +218,11 @@ def distribution(values: Sequence[float], requests: int | None = None) -> Distri
     return Distribution(n, behind, float(x.mean()), float(x.std()), p50, p95, tail, float(x.max()))
 
 
+def kinds(failures: Mapping[str, int]) -> str:
+    """Return failures by kind in words."""
+    return ", ".join(f"{n:,} x {kind}" for kind, n in failures.items())
+
+
 def _names(records: Sequence[Record]) -> list[str]:
     return sorted({r.cohort for r in records})
 
@@ -294,7 +299,7 @@ def _warnings(total: Group, schedule: Schedule, n: int) -> list[str]:
             f"{LATE_MS:g} ms late; latencies measure the client too"
         )
     if total.failures:
-        found.append(f"{total.requests['failed']} of {n} requests failed: {total.failures}")
+        found.append(f"{total.requests['failed']} of {n} requests failed: {kinds(total.failures)}")
     if tokens.output_mismatches:
         found.append(f"{tokens.output_mismatches} replies have another length than asked for")
     if tokens.input_mismatches:

@@ -5,7 +5,7 @@ An engine in this process tells them as they are named there; a server under its
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 METRICS = {
     "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
     "preemptions": "vllm:num_preemptions_total",
     "output_tokens": "vllm:generation_tokens_total",
     "drafted": "vllm:spec_decode_num_draft_tokens_total",
     "accepted": "vllm:spec_decode_num_accepted_tokens_total",
     "used_bytes": "replayssm:used_bytes",
+    "allocated_bytes": "replayssm:allocated_bytes",
+    "steps": "replayssm:steps_total",
+    "step_seconds": "replayssm:step_seconds_total",
     "flushes": "replayssm:flushes_total",
     "forwards.decode": "replayssm:decode_forwards_total",
     "decode_rows": "replayssm:decode_rows_total",
@@ -59,7 +63,7 @@ class Use:
 
 def used(samples: Sequence[Sample]) -> Use | None:
     """Return what a run used; None where its target tells nothing of it."""
-    told = [_known(sample.counters) for sample in samples]
+    told = [known(sample.counters) for sample in samples]
     told = [counts for counts in told if counts]
     if len(told) < 2:
         return None
@@ -74,7 +78,7 @@ def used(samples: Sequence[Sample]) -> Use | None:
     ]
     with_fold = _ratio(held, flushing)
     without = _ratio(_less(seconds, held), _less(forwards, flushing))
-    return Use(
+    found = Use(
         memory_per_sequence=sum(memory) / len(memory) if memory else None,
         effective_batch=_ratio(spent.get("decode_rows"), forwards),
         flushes=_whole(spent.get("flushes")),
@@ -85,9 +89,10 @@ def used(samples: Sequence[Sample]) -> Use | None:
         acceptance_rate=_ratio(spent.get("accepted"), spent.get("drafted")),
         evictions=_whole(spent.get("preemptions")),
     )
+    return None if all(value is None for value in astuple(found)) else found
 
 
-def _known(counters: Mapping[str, float]) -> dict[str, float]:
+def known(counters: Mapping[str, float]) -> dict[str, float]:
     """Return the counts that we know, by the engine's names."""
     found = {}
     for name, metric in METRICS.items():

@@ -148,9 +148,9 @@ def latencies(cohort: str, routing: str, runs: Sequence[Run]) -> Latencies:
         cohort=cohort,
         routing=routing,
         n=len(mine),
-        ttft=_quantiles([s.record.ttft_scheduled for s in mine]),
-        tpot=_quantiles([s.record.tpot for s in mine]),
-        e2el=_quantiles([s.record.e2el_scheduled for s in mine]),
+        ttft=quantiles([s.record.ttft_scheduled for s in mine]),
+        tpot=quantiles([s.record.tpot for s in mine]),
+        e2el=quantiles([s.record.e2el_scheduled for s in mine]),
     )
 
 
@@ -288,7 +288,8 @@ def _counted(n: int) -> Estimate:
     return Estimate(float(n), float(n), float(n), 1, "counted")
 
 
-def _quantiles(seconds: Sequence[float | None]) -> tuple[float, ...]:
+def quantiles(seconds: Sequence[float | None]) -> tuple[float, ...]:
+    """Return milliseconds at up to 200 evenly spaced quantiles of the seconds that are known."""
     known = [s for s in seconds if s is not None]
     if not known:
         return ()

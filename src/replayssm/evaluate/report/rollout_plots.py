@@ -11,6 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from replayssm.evaluate.decisions.outcome import ROUTED
+from replayssm.evaluate.report.curves import (
+    MIB,
+    PANEL,
+    WIDE,
+    Curve,
+    Frame,
+    ecdf,
+    over_time,
+    step_times,
+)
 from replayssm.evaluate.report.plots import (
     STYLES,
     categories,
@@ -20,7 +30,7 @@ from replayssm.evaluate.report.plots import (
     shares,
     with_interval,
 )
-from replayssm.evaluate.report.theme import FAINT, INK, SERIES, drawing, figure, to_svg
+from replayssm.evaluate.report.theme import INK, SERIES, drawing, figure, to_svg
 from replayssm.evaluate.report.words import limit
 
 if TYPE_CHECKING:
@@ -34,9 +44,7 @@ if TYPE_CHECKING:
 
 BETTER, WORSE = SERIES[2], SERIES[6]
 FLOOR = 1e-9
-PANEL = 4.1
 FULL_SHADE = math.log(2)
-MIB = 1 << 20
 
 
 def bottleneck(result: Rollout) -> tuple[str, ...]:
@@ -183,24 +191,17 @@ def latencies(result: Rollout) -> tuple[str, ...]:
 
 def _ecdf(cohort: Cohort, found: Sequence[Latencies]) -> str:
     metric = shown_latency(cohort)
-    with drawing(f"latency-{cohort.name}"):
-        fig, (ax, *_) = figure(width=PANEL, height=3.0)
-        for x in found:
-            if x.cohort != cohort.name:
-                continue
-            values = np.array(getattr(x, metric))
-            ax.step(values, np.linspace(0, 1, len(values)), where="post", **_side(x.routing))
-        limit_ms = getattr(cohort.slo, f"{metric}_ms")
-        if limit_ms is not None:
-            ax.axvline(limit_ms, color=INK, linewidth=1, linestyle=(0, (4, 3)))
-            ax.annotate(
-                "SLO", (limit_ms, 0.03), xytext=(3, 0), textcoords="offset points", fontsize=8.5
-            )
-        ax.set(xlabel=f"{metric.upper()}, ms", ylabel="share of requests", title=cohort.name)
-        ax.set_ylim(0, 1.02)
-        ax.set_xlim(0, None)
-        legend(fig, ax, columns=2)
-        return to_svg(fig, f"{metric.upper()} of {cohort.name}, routed against all standard")
+    frame = Frame(
+        name=f"latency-{cohort.name}",
+        title=cohort.name,
+        description=f"{metric.upper()} of {cohort.name}, routed against all standard",
+        xlabel=f"{metric.upper()}, ms",
+        ylabel="share of requests",
+    )
+    curves = [
+        Curve(getattr(x, metric), style=_side(x.routing)) for x in found if x.cohort == cohort.name
+    ]
+    return ecdf(frame, curves, getattr(cohort.slo, f"{metric}_ms"))
 
 
 def _side(routing: str) -> dict[str, Any]:
@@ -221,17 +222,19 @@ def timeline(result: Rollout) -> tuple[str, ...]:
     found = _timelines(result).get(ROUTED)
     if found is None:
         return ()
-    at, ms, flushes = (np.array(x) for x in (found.at, found.ms, found.flushes))
-    with drawing("timeline"):
-        fig, (ax, *_) = figure(width=9.6, height=2.8)
-        ax.plot(at, ms, color=SERIES[0], linewidth=0.9, label="step")
-        marked = flushes > 0
-        ax.plot(at[marked], ms[marked], "^", color=SERIES[6], markersize=3.5, label="with a flush")
-        ax.set(xlabel="seconds", ylabel="step time, ms", title="Step times, routed, last round")
-        ax.set_ylim(0, None)
-        ax.set_xlim(0, None)
-        legend(fig, ax)
-        return (to_svg(fig, "Step times with flushes marked"),)
+    at, ms = np.array(found.at), np.array(found.ms)
+    marked = np.array(found.flushes) > 0
+    frame = Frame(
+        name="timeline",
+        title="Step times, routed, last round",
+        description="Step times with flushes marked",
+        xlabel="seconds",
+        ylabel="step time, ms",
+        width=WIDE,
+        height=2.8,
+    )
+    steps = Curve(ms, at, {"color": SERIES[0], "label": "step"})
+    return (step_times(frame, [steps], Curve(ms[marked], at[marked], {"label": "with a flush"})),)
 
 
 def memory(result: Rollout) -> tuple[str, ...]:
@@ -239,21 +242,18 @@ def memory(result: Rollout) -> tuple[str, ...]:
     found = _timelines(result)
     if not found:
         return ()
-    with drawing("memory"):
-        fig, (ax, *_) = figure(width=9.6, height=2.6)
-        for name, x in found.items():
-            used = np.array(x.live_bytes) / MIB
-            ax.step(x.at, used, where="post", linewidth=1.3, **_side(name))
-        cap = result.plan.hardware.memory_mib
-        highest = max(max(x.live_bytes) for x in found.values()) / MIB
-        if highest > cap / 3:
-            margin_line(ax, cap, f"limit {cap:g}")
-        ax.set(xlabel="seconds", ylabel="MiB in use", title="States, rings and attention caches")
-        ax.set_ylim(0, None)
-        ax.set_xlim(0, None)
-        ax.axhline(0, color=FAINT, linewidth=0.5)
-        legend(fig, ax)
-        return (to_svg(fig, "Memory in use over time"),)
+    frame = Frame(
+        name="memory",
+        title="States, rings and attention caches",
+        description="Memory in use over time",
+        xlabel="seconds",
+        ylabel="MiB in use",
+        width=WIDE,
+        height=2.6,
+    )
+    curves = [Curve(np.array(x.live_bytes) / MIB, x.at, _side(name)) for name, x in found.items()]
+    cap = result.plan.hardware.memory_mib
+    return (over_time(frame, curves, (cap, f"limit {cap:g}")),)
 
 
 def _timelines(result: Rollout) -> dict[str, Timeline]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replayssm.evaluate.decisions.concurrency import break_even
+from replayssm.evaluate.report import manifest as stamps
 from replayssm.evaluate.report.tables import Table
 from replayssm.evaluate.report.words import (
     NONE,
@@ -345,25 +346,14 @@ def planned_variants(plan: RolloutPlan) -> Table:
 
 def manifest(result: Rollout) -> Table:
     """What ran where."""
-    m, machine = result.stamp.manifest, result.stamp.manifest.machine
+    m, stamp = result.stamp.manifest, result.stamp
     rows = [
-        ("command", " ".join(m.argv)),
-        ("created", m.created),
-        (
-            "plan",
-            f"{result.plan.name}, sha256 {result.stamp.plan_digest}, run {result.stamp.attempt}",
-        ),
+        *stamps.command(m),
+        ("plan", f"{result.plan.name}, sha256 {stamp.plan_digest}, run {stamp.attempt}"),
         ("model", f"{result.plan.model}, {result.parameters / 1e6:.1f} M parameters"),
-        ("cpu", f"{machine.cpu}, {machine.cores} cores used"),
-        ("memory", size(machine.memory_bytes)),
+        *stamps.machine(m),
         ("memory limit of every variant", f"{result.plan.hardware.memory_mib:g} MiB"),
-        ("gpu", ", ".join(machine.gpus) or "none"),
-        ("system", machine.system),
-        ("threads", str(m.threads)),
-        ("seed", str(m.seed)),
-        ("commit", NONE if m.commit is None else m.commit + (" with changes" if m.dirty else "")),
-        *((name, value) for name, value in m.choices.items()),
-        ("versions", ", ".join(f"{name} {v}" for name, v in m.versions.items())),
+        *stamps.software(m),
         ("time", ", ".join(f"{name} {s:.0f} s" for name, s in result.seconds.items())),
     ]
     return Table(("what", "value"), tuple(rows))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from replayssm.evaluate.checks import Status
+from replayssm.evaluate.report import manifest as stamps
 from replayssm.evaluate.report.words import (
     NONE,
     limit,
@@ -350,28 +351,15 @@ def margins(result: Result) -> Table:
 
 def manifest(result: Result) -> Table:
     """What ran where."""
-    m, machine = result.manifest, result.manifest.machine
+    m, spans = result.manifest, section_seconds(result)
     rows = [
-        ("command", " ".join(m.argv)),
-        ("created", m.created),
+        *stamps.command(m),
         ("plan", f"sha256 {result.plan_digest}"),
         ("model", f"{result.plan.model}, {result.parameters / 1e6:.1f} M parameters"),
-        ("cpu", f"{machine.cpu}, {machine.cores} cores used"),
-        ("memory", size(machine.memory_bytes)),
-        ("last-level cache", f"{size(machine.cache_bytes)} as the system reports it"),
-        ("gpu", ", ".join(machine.gpus) or "none"),
-        ("system", machine.system),
-        ("threads", str(m.threads)),
-        ("seed", str(m.seed)),
-        ("commit", NONE if m.commit is None else m.commit + (" with changes" if m.dirty else "")),
-        *((f"auto {name}", value) for name, value in m.choices.items()),
-        ("versions", ", ".join(f"{name} {v}" for name, v in m.versions.items())),
-        (
-            "time",
-            ", ".join(
-                f"{name} {seconds:.0f} s" for name, seconds in section_seconds(result).items()
-            ),
-        ),
+        *stamps.machine(m),
+        ("last-level cache", f"{size(m.machine.cache_bytes)} as the system reports it"),
+        *stamps.software(m, "auto "),
+        ("time", ", ".join(f"{name} {seconds:.0f} s" for name, seconds in spans.items())),
     ]
     return Table(("what", "value"), tuple(rows))
 

@@ -96,6 +96,11 @@ def size(n: int) -> str:
     return f"{n / 1024**power:.{0 if power == 0 else 1}f} {units[power]}"
 
 
+def mib(n: float) -> str:
+    """Return bytes in MiB, to compare with others in MiB."""
+    return f"{n / (1 << 20):.2f} MiB"
+
+
 def duration(seconds: float) -> str:
     """Return a time span."""
     if seconds < 60:
