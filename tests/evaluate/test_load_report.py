@@ -142,6 +142,7 @@ def test_a_limit_is_drawn_where_there_is_one(run):
 def test_cohorts_are_drawn_and_listed_only_where_there_are_several(run):
     one = render_load(run(steady_load(5, cohort="desk")))
     assert "By cohort" not in one
+    assert ">desk<" not in re.search(r"<svg.*?</svg>", one, re.S).group(0)
     both = run(steady_load(5, cohort="desk") + steady_load(2, cohort="night"))
     html = render_load(both)
     first = re.search(r"<svg.*?</svg>", html, re.S).group(0)

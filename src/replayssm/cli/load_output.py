@@ -121,7 +121,7 @@ def show_check(check: Check, limit_ms: float, *, passed: bool) -> None:
 def _use(use: Use) -> str:
     """Return what a run used, in one line of what the target told."""
     from replayssm.evaluate.report.load_tables import tenths
-    from replayssm.evaluate.report.words import mib
+    from replayssm.evaluate.report.words import mib, percent
 
     words = []
     if use.memory_per_sequence is not None:
@@ -130,9 +130,11 @@ def _use(use: Use) -> str:
         words.append(f"{use.effective_batch:.1f} rows a decode forward")
     if use.flushes is not None and use.flushing_share is not None:
         cost = f"{tenths(use.flushing_ms)} ms, {tenths(use.plain_ms)} ms without"
-        words.append(f"{use.flushes:,} flushes in {use.flushing_share:.0%} of them ({cost})")
+        words.append(
+            f"{use.flushes:,} flushes in {percent(use.flushing_share, 0)} of them ({cost})"
+        )
     if use.acceptance_rate is not None:
-        words.append(f"{use.acceptance_rate:.0%} of the drafts accepted")
+        words.append(f"{percent(use.acceptance_rate, 0)} of the drafts accepted")
     if use.evictions is not None:
         words.append(f"{use.evictions:,} evictions")
     return f"used: {', '.join(words)}"

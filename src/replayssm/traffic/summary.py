@@ -294,9 +294,10 @@ def _rate(instants: Sequence[float]) -> float | None:
 def _warnings(total: Group, schedule: Schedule, n: int) -> list[str]:
     found, tokens = [], total.tokens
     if schedule.degraded:
+        late = f"{100 * schedule.late_share:.1f} %"
         found.append(
-            f"degraded: the client sent {schedule.late_share:.1%} of the requests more than "
-            f"{LATE_MS:g} ms late; latencies measure the client too"
+            f"degraded: the client sent {late} of the requests more than {LATE_MS:g} ms late; "
+            "latencies measure the client too"
         )
     if total.failures:
         found.append(f"{total.requests['failed']} of {n} requests failed: {kinds(total.failures)}")
@@ -311,5 +312,7 @@ def _warnings(total: Group, schedule: Schedule, n: int) -> list[str]:
         )
     if tokens.cached:
         share = tokens.cached / max(1, tokens.input)
-        found.append(f"{share:.0%} of the prompt tokens came from a cache; a new seed avoids that")
+        found.append(
+            f"{100 * share:.0f} % of the prompt tokens came from a cache; a new seed avoids that"
+        )
     return found
