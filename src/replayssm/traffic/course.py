@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Array = NDArray[np.float64]
     Whole = NDArray[np.int64]
 
-BINS = 120
+BINS, FEWEST = 120, 20
 SPANS = 120
 
 
@@ -90,7 +90,9 @@ def load(records: Sequence[Record]) -> Load:
     kept = [r for r in records if not r.warmup]
     if not kept:
         raise ContractError("records", "at least one that is no warm-up", "none")
-    width = _width(max(r.end_s for r in kept) - min(r.scheduled_s for r in kept))
+    span = max(r.end_s for r in kept) - min(r.scheduled_s for r in kept)
+    # of a few requests, bins of one each would show nothing
+    width = _width(span, min(BINS, max(FEWEST, len(kept) // 2)))
 
     def bins(times: Iterable[float]) -> Whole:
         return np.floor(np.fromiter(times, float) / width).astype(np.int64)
@@ -150,12 +152,12 @@ def target(samples: Sequence[Sample]) -> Target | None:
     return found if any(np.isfinite(values).any() for values in drawn) else None
 
 
-def _width(span: float) -> float:
-    """Return the smallest of 1, 2 or 5 times a power of ten that makes few enough bins."""
+def _width(span: float, bins: int) -> float:
+    """Return the smallest of 1, 2 or 5 times a power of ten that makes at most so many bins."""
     if span <= 0:
         return 1.0
-    power = 10.0 ** math.floor(math.log10(span / BINS))
-    return next(m * power for m in (1, 2, 5, 10) if m * power * BINS >= span)
+    power = 10.0 ** math.floor(math.log10(span / bins))
+    return next(m * power for m in (1, 2, 5, 10) if m * power * bins >= span)
 
 
 def _most(places: Whole, values: Whole, count: int) -> Array:

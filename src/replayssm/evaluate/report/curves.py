@@ -150,12 +150,11 @@ def over_time(
         return to_svg(fig, frame.description)
 
 
-def step_times(frame: Frame, lines: Sequence[Curve], flushing: Curve) -> str:
+def step_times(frame: Frame, line: Curve, flushing: Curve) -> str:
     """Draw step times in ms over time, those with a flush marked."""
     with drawing(frame.name):
         fig, (ax, *_) = figure(frame.width, frame.height)
-        for line in lines:
-            ax.plot(line.xs, line.ys, **{"linewidth": 0.9, **line.style})
+        ax.plot(line.xs, line.ys, linewidth=0.9, **line.style)
         ax.plot(flushing.xs, flushing.ys, "^", color=SERIES[6], markersize=3.5, **flushing.style)
         _name(ax, frame)
         ax.set_ylim(0, None)

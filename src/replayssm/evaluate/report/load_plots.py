@@ -160,7 +160,7 @@ def _forwards(found: course.Target) -> str:
     frame = _over_time("forwards", "Decode forwards", "mean, ms")
     middle = (found.edges_s[1:] + found.edges_s[:-1]) / 2
     plain = Curve(found.plain_ms, middle, {"color": SERIES[2], "label": "without a flush"})
-    return step_times(frame, [plain], Curve(found.flushing_ms, middle, {"label": "with one"}))
+    return step_times(frame, plain, Curve(found.flushing_ms, middle, {"label": "with one"}))
 
 
 def _memory(found: course.Target) -> str:

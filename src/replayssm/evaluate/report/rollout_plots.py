@@ -234,7 +234,7 @@ def timeline(result: Rollout) -> tuple[str, ...]:
         height=2.8,
     )
     steps = Curve(ms, at, {"color": SERIES[0], "label": "step"})
-    return (step_times(frame, [steps], Curve(ms[marked], at[marked], {"label": "with a flush"})),)
+    return (step_times(frame, steps, Curve(ms[marked], at[marked], {"label": "with a flush"})),)
 
 
 def memory(result: Rollout) -> tuple[str, ...]:
