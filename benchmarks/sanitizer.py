@@ -28,7 +28,7 @@ from replayssm.ops import conv_
 from replayssm.ops.triton.host import fold_, step_calls
 from replayssm.ops.triton.host import step_ as launch_
 from replayssm.ops.triton.launch import Launch, default_launch
-from replayssm.ops.triton.others import standard_call
+from replayssm.ops.triton.others import advance_call, compact_call, standard_call
 from replayssm.ops.triton.plan import device_plan
 from replayssm.ring import BlockPlan, RingSpec
 from replayssm.state import StatePool
@@ -87,8 +87,12 @@ def drive(layer: LayerSpec, fmt: Format, tokens: int, way: int, device: torch.de
             ticket.convolved.add(0)
             names.add("conv_kernel")
         pool.commit_(ticket, 1)
-    fold_(store, device_plan(ticket.plan, ring, depth, tokens, device), how)
-    return names | {"fold_kernel"}
+    plan = device_plan(ticket.plan, ring, depth, tokens, device)
+    fold_(store, plan, how)
+    paths = torch.tensor([[0, 2, -1][:tokens]] * ROWS, device=device)
+    compact_call(store, plan, paths).run()
+    advance_call(plan, ring, torch.ones(ROWS, dtype=torch.int64, device=device)).run()
+    return names | {"fold_kernel", "compact_kernel", "advance_kernel"}
 
 
 def standard(layer: LayerSpec, device: torch.device) -> set[str]:
