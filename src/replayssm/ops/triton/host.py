@@ -139,7 +139,7 @@ def step_calls(
         step = Call(step_kernel, grid, args, constants, how.warps, early=reads_early)
         return [pulled.call, step]
     folding = {**constants, **_fold_blocks(store, how, how.fold_chunk), "WAITS": early}
-    folding["BR"] = min(how.read_rows, folding["BC"])
+    folding = {n: v for n, v in folding.items() if n not in ("DIGITS", "BR")}
     reading = {n: v for n, v in constants.items() if n not in ("DELTA", "CHANNEL", "BF")}
     reading |= {"CHUNK": how.chunk, "BC": power_of_two(how.chunk)}
     grid = _grid(store, plan.rows, how.chunk)

@@ -41,7 +41,7 @@ ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "chunk": (8, 16, 32, 64, 128),
     "read_rows": (8, 16, 32, 64, 128),
     "fold_rows": (8, 16, 32, 64),
-    "fold_chunk": (16, 32, 64),
+    "fold_chunk": (16, 32, 64, 128),
     "warps": (1, 2, 4),
     "fold_warps": (1, 2, 4),
     "pull_warps": (1, 2, 4),

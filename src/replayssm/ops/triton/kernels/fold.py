@@ -2,11 +2,8 @@
 
 Value rows never mix, so a chunk is folded in blocks of ``BF`` rows that stay in registers. With
 scalar decays a window is one or two matrix products on the tensor cores; entries with a decay per
-channel are folded one at a time. Every decay is a product of those of single entries.
-
-For the products a block is cut in slices of key channels, ``[slices, rows, channels]``, and the
-channels of a slice are put in the order in which a thread finds the numbers that the tensor cores
-want from it side by side in memory: blocks go from memory to them and back with no exchange.
+channel are folded one at a time. Every decay is a product of those of single entries. What is
+folded may be read at once, from the same registers.
 
 Scaled formats need a column scale before a block can be encoded, and no block sees the others: it
 is the bound ``c' = c D + sum_j D_j w_j max|v_j| |k_j|`` on the new state's columns, from the old
@@ -15,15 +12,27 @@ scale and the entries alone (docs/decisions/0004).
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from replayssm.ops.triton.kernels.common import decay_of, dot_exact, product
+from replayssm.ops.triton.kernels.blocks import across, block_of, offsets, sliced, stored
+from replayssm.ops.triton.kernels.common import decay_of, dot_exact, dot_near, product
 from replayssm.ops.triton.kernels.planes import (
     COLUMN_SCALE_MAX,
     COLUMN_SCALE_MIN,
+    as_read,
     join_rows,
     load_rows,
     write_rows,
     write_scales,
+)
+from replayssm.ops.triton.kernels.read import (
+    load_values,
+    load_vectors,
+    load_weights,
+    read_block,
+    read_one,
+    tokens_of,
+    write_outputs,
 )
 
 # entries whose part of a column bound is made at a time
@@ -124,45 +133,91 @@ def _products_of_keys(keys, decay, FE: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _sliced(x, COUNT: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
-    """Return ``[K, count]`` as ``[slices, channels, count]``, channels in a block's order."""
-    x = tl.permute(tl.reshape(x, (SLICES, 4, VEC // 2, 2, COUNT)), (0, 2, 1, 3, 4))
-    return tl.reshape(x, (SLICES, 4 * VEC, COUNT))
+def _prepare(
+    columns, ring_k, ring_v, ring_g, ring_w, at, e_live, start, count, row0, row_end,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr,
+    DELTA: tl.constexpr, SPLIT: tl.constexpr, BC: tl.constexpr, FK: tl.constexpr,
+    FE: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Return what all blocks of a chunk take of ``count <= FE`` entries with scalar decays.
 
-
-@triton.jit
-def _across(x, SLICES: tl.constexpr, VEC: tl.constexpr):
-    """Return ``[K]`` as ``[slices, 1, channels]`` in the same order."""
-    return tl.permute(_sliced(x[:, None], 1, SLICES, VEC), (0, 2, 1))
-
-
-@triton.jit
-def _block(x, ROWS: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
-    """Return stored ``[8, slices, rows / 8, channels]`` as ``[slices, rows, channels]``."""
-    x = tl.reshape(x, (8, SLICES, ROWS // 8, 4, VEC // 2, 2))
-    return tl.reshape(tl.permute(x, (1, 2, 0, 4, 3, 5)), (SLICES, ROWS, 4 * VEC))
-
-
-@triton.jit
-def _stored(x, ROWS: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr):
-    """Return ``[slices, rows, channels]`` as it is stored: undo :func:`_block`."""
-    x = tl.reshape(x, (SLICES, ROWS // 8, 8, VEC // 2, 4, 2))
-    return tl.reshape(tl.permute(x, (2, 0, 1, 4, 3, 5)), (8, SLICES, ROWS // 8, 4 * VEC))
+    That is keys for the state as it was, keys for what is added, the state's own factor, the
+    matrix and the two weights of a delta fold, the old column scale and the new one.
+    """
+    kk, e = tl.arange(0, FK), tl.arange(0, FE)
+    next_at = start + e + 1
+    next_at = tl.where(next_at >= R, next_at - R, next_at)
+    keys = tl.load(ring_k + at[None, :] * K + kk[:, None],
+                   e_live[None, :] & (kk < K)[:, None], 0.0)  # fmt: skip
+    # the decay behind an entry is the product of the newer decays, never a quotient of products
+    later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
+    after = tl.cumprod(decay_of(later), 0, reverse=True)
+    decay = decay_of(tl.load(ring_g + at, e_live, 0.0))
+    strength = tl.load(ring_w + at, e_live, 0.0)
+    weight, carry = strength * after, tl.broadcast_to(product(decay, 0), (FK,))
+    solve, upto = 0.0, 0.0
+    if DELTA:
+        transposed = _products_of_keys(keys, decay, FE, SPLIT) * strength[None, :]
+        solve = _inverse_of_unit_upper(transposed, FE, SPLIT) * after[None, :]
+        solve = tl.broadcast_to(solve[None, :, :], (SLICES, FE, FE))
+        upto = strength * tl.cumprod(decay, 0)
+    old, fresh = 1.0, 1.0
+    if SCALED:
+        every = row0 + tl.arange(0, BC)
+        sizes = tl.load(ring_v + at[:, None] * V + every[None, :],
+                        e_live[:, None] & (every < row_end)[None, :], 0.0)  # fmt: skip
+        size = tl.max(tl.abs(sizes.to(tl.float32)), 1) * tl.abs(weight)
+        old = tl.load(columns + kk, kk < K, 1.0).to(tl.float32)
+        part = tl.sum(size[None, :] * tl.abs(keys.to(tl.float32)), 1)
+        fresh = _as_scale(old * carry + part, old)
+        # a delta fold needs the state itself before it decays
+        carry = carry if DELTA else old * carry
+        old = across(old, SLICES, VEC)
+    if DELTA:
+        near = sliced(keys, FE, SLICES, VEC)
+        far = near
+    else:
+        # a bf16 value is exact on the tensor cores, what it is multiplied by is fp32
+        near = 0.0
+        far = sliced(keys.to(tl.float32) * weight[None, :], FE, SLICES, VEC)
+    far = tl.permute(far, (0, 2, 1))
+    return near, far, across(carry, SLICES, VEC), solve, strength, upto, old, fresh
 
 
 @triton.jit
 def _fold_products(
-    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
-    DELTA: tl.constexpr, ASM: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, FE: tl.constexpr,
+    state, values, near, far, carry, solve, strength, upto,
+    DELTA: tl.constexpr, SPLIT: tl.constexpr, BF: tl.constexpr, FE: tl.constexpr,
+    SLICES: tl.constexpr,
 ):  # fmt: skip
-    """Fold ``count <= FE`` entries with scalar decays into a chunk: ``S D + U K``.
+    """Fold all entries into a block ``[slices, rows, channels]``: ``S D + U K``.
 
     An entry's row of U takes the decay behind it. It is ``w v`` of an additive write. For delta
     writes it is that of the UT transform, ``(I + A)^-1 R``, with A strictly lower, ``A_st = w_s
     D_{t+1..s} k_s . k_t`` and ``R_s = w_s (v_s - D_{1..s} S k_s)``.
     """
+    values = tl.broadcast_to(values[None, :, :], (SLICES, BF, FE))
+    if DELTA:
+        none = tl.zeros((SLICES, BF, FE), tl.float32)
+        known = tl.sum(dot_exact(state, near, none, SPLIT), 0)
+        values = values.to(tl.float32) * strength - (upto * known)[None, :, :]
+        values = dot_exact(values, solve, none, SPLIT)
+    return dot_exact(values, far, state * carry, SPLIT)
+
+
+@triton.jit
+def _fold_by_products(
+    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
+    reading, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr, DELTA: tl.constexpr, ASM: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    T: tl.constexpr, NE: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
+    SHARED_X: tl.constexpr, HAS_Z: tl.constexpr, WAITS: tl.constexpr,
+):  # fmt: skip
+    """Fold entries with scalar decays into a chunk, as matrix products."""
+    # a matrix unit takes 16 entries, value rows and channels or more
+    FE: tl.constexpr = 16 if WINDOW <= 16 else 1 << (WINDOW - 1).bit_length()
+    FR: tl.constexpr = BF if BF > 16 else 16
     FK: tl.constexpr = BK if BK > 16 else 16
     # numbers that a thread finds side by side: 16 bytes of the plane with the wider ones
     VEC: tl.constexpr = 4 if FORMAT == "f32" or FK == 16 else 8
@@ -170,80 +225,69 @@ def _fold_products(
     SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
     SPLIT: tl.constexpr = ASM and ring_k.dtype.element_ty == tl.bfloat16
     kk, e = tl.arange(0, FK), tl.arange(0, FE)
-    k_live, e_live = kk < K, e < count
-    at, next_at = start + e, start + e + 1
-    at, next_at = tl.where(at >= R, at - R, at), tl.where(next_at >= R, next_at - R, next_at)
-    keys = tl.load(ring_k + at[None, :] * K + kk[:, None],
-                   e_live[None, :] & k_live[:, None], 0.0)  # fmt: skip
-    # the decay behind an entry is the product of the newer decays, never a quotient of products
-    later = tl.load(ring_g + next_at, e + 1 < count, 0.0)
-    after = tl.cumprod(decay_of(later), 0, reverse=True)
-    decay = decay_of(tl.load(ring_g + at, e_live, 0.0))
-    strength = tl.load(ring_w + at, e_live, 0.0)
-    weight, carry = strength * after, tl.broadcast_to(product(decay, 0), (FK,))
-    if DELTA:
-        transposed = _products_of_keys(keys, decay, FE, SPLIT) * strength[None, :]
-        solve = _inverse_of_unit_upper(transposed, FE, SPLIT) * after[None, :]
-        solve = tl.broadcast_to(solve[None, :, :], (SLICES, FE, FE))
-        upto = strength * tl.cumprod(decay, 0)
+    e_live, at = e < count, start + e
+    at = tl.where(at >= R, at - R, at)
+    near, far, carry, solve, strength, upto, old, fresh = _prepare(
+        columns, ring_k, ring_v, ring_g, ring_w, at, e_live, start, count, row0, row_end,
+        K, V, R, SCALED, DELTA, SPLIT, BC, FK, FE, SLICES, VEC,
+    )  # fmt: skip
     if SCALED:
-        every = row0 + tl.arange(0, BC)
-        sizes = tl.load(ring_v + at[:, None] * V + every[None, :],
-                        e_live[:, None] & (every < row_end)[None, :], 0.0)  # fmt: skip
-        size = tl.max(tl.abs(sizes.to(tl.float32)), 1) * tl.abs(weight)
-        old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
-        part = tl.sum(size[None, :] * tl.abs(keys.to(tl.float32)), 1)
-        fresh = _as_scale(old * carry + part, old)
-        inverse = _across(1.0 / fresh.to(tl.float32), SLICES, VEC)
-        # a delta fold needs the state itself before it decays
-        carry = carry if DELTA else old * carry
-        old = _across(old, SLICES, VEC)
-    if DELTA:
-        near = _sliced(keys, FE, SLICES, VEC)
-        far = near
-    else:
-        # a bf16 value is exact on the tensor cores, what it is multiplied by is fp32
-        far = _sliced(keys.to(tl.float32) * weight[None, :], FE, SLICES, VEC)
-    far, carry = tl.permute(far, (0, 2, 1)), _across(carry, SLICES, VEC)
-    in_block = tl.arange(0, 8)[:, None, None, None] + tl.arange(0, BF // 8)[None, None, :, None] * 8
-    channel = tl.arange(0, SLICES)[None, :, None, None] * (4 * VEC)
-    channel += tl.arange(0, 4 * VEC)[None, None, None, :]
+        tl.store(columns + kk, fresh, kk < K)
+        inverse = across(1.0 / fresh.to(tl.float32), SLICES, VEC)
+    if reading is not None:
+        out, x, scale, coef, gate_z, out_token, z_token, x_token, at_e, unread, length, full = (
+            reading
+        )
+        NT: tl.constexpr = tokens_of(T)
+        NEAR: tl.constexpr = ASM and out.dtype.element_ty.primitive_bitwidth == 16
+        # the new scales are read where other lanes wrote them
+        tl.debug_barrier()
+        if WAITS:
+            gdc_wait()
+        vectors = load_vectors(x, columns, x_token, length, K, NT, SCALED, FK)
+        vectors = sliced(vectors, NT, SLICES, VEC)
+        c, factor = load_weights(coef, scale, unread, length, NE, NT, TILES, SHARED_X, True)
+    in_block, channel = offsets(FR, SLICES, VEC)
     # the bound is known at run time only, so that blocks are not unrolled into each other
-    for block in range(0, row_end - row0, BF):
-        r = row0 + block + in_block
-        rows = row0 + block + tl.arange(0, BF)
+    for block in range(0, row_end - row0, FR):
+        r, rows = row0 + block + in_block, row0 + block + tl.arange(0, FR)
+        rows_live = rows < row_end
         at_s = tl.max_contiguous(r * K + channel, (1, 1, 1, VEC))
         live = (r < row_end) & (channel < K)
         top, rest, unit = load_rows(high, low, scales, at_s, live, r, r < row_end, FORMAT)
         values = tl.load(ring_v + at[None, :] * V + rows[:, None],
-                         e_live[None, :] & (rows < row_end)[:, None], 0.0)  # fmt: skip
-        state = _block(join_rows(top, rest, unit, FORMAT, ASM), BF, SLICES, VEC)
-        values = tl.broadcast_to(values[None, :, :], (SLICES, BF, FE))
-        if DELTA:
-            if SCALED:
-                state *= old
-            none = tl.zeros((SLICES, BF, FE), tl.float32)
-            known = tl.sum(dot_exact(state, near, none, SPLIT), 0)
-            values = values.to(tl.float32) * strength - (upto * known)[None, :, :]
-            values = dot_exact(values, solve, none, SPLIT)
-        state = dot_exact(values, far, state * carry, SPLIT)
+                         e_live[None, :] & rows_live[:, None], 0.0)  # fmt: skip
+        state = block_of(join_rows(top, rest, unit, FORMAT, ASM), FR, SLICES, VEC)
+        if SCALED and DELTA:
+            state *= old
+        state = _fold_products(state, values, near, far, carry, solve, strength, upto,
+                               DELTA, SPLIT, FR, FE, SLICES)  # fmt: skip
+        if reading is not None:
+            newer = load_values(ring_v, at_e, unread, rows, rows_live, V)
+        row_scale = 1.0
         if SCALED:
             state *= inverse
-            per_unit = write_scales(state, scales, rows, rows < row_end, FORMAT)
+            row_scale, per_unit = write_scales(state, scales, rows, rows_live, FORMAT)
             state *= per_unit[None, :, None]
-        write_rows(_stored(state, BF, SLICES, VEC), high, low, at_s, live, FORMAT, ASM)
-    if SCALED:
-        tl.store(columns + kk, fresh, k_live)
+        state = stored(state, FR, SLICES, VEC)
+        top, rest = write_rows(state, high, low, at_s, live, FORMAT, ASM)
+        if reading is not None:
+            numbers = as_read(top, rest, full, FORMAT, DEPTH)
+            y = read_block(numbers, vectors, NT, NEAR, FR, SLICES, VEC)
+            write_outputs(y, newer, c, factor, row_scale, rows, rows_live, length, out, gate_z,
+                          out_token, z_token, T, NT, SCALED, HAS_Z, NEAR, True)  # fmt: skip
 
 
 @triton.jit
-def _fold_entries(
+def _fold_by_entries(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr,
-    DELTA: tl.constexpr, ASM: tl.constexpr,
+    reading, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    FORMAT: tl.constexpr, DELTA: tl.constexpr, ASM: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    T: tl.constexpr, NE: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
+    SHARED_X: tl.constexpr, HAS_Z: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
-    """Fold ``count`` entries with a decay per channel into a chunk, one at a time."""
+    """Fold entries with a decay per channel into a chunk, one at a time."""
     kk = tl.arange(0, BK)
     k_live = kk < K
     SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
@@ -251,7 +295,16 @@ def _fold_entries(
         old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
         fresh = _column_bound(old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
                               K, V, R, BC, BK)  # fmt: skip
+        tl.store(columns + kk, fresh, k_live)
         inverse = 1.0 / fresh.to(tl.float32)
+    if reading is not None:
+        out, x, scale, coef, gate_z, out_token, z_token, x_token, at_e, unread, length, full = (
+            reading
+        )
+        NT: tl.constexpr = tokens_of(T)
+        NEAR: tl.constexpr = ASM and out.dtype.element_ty.primitive_bitwidth == 16
+        # the new scales are read where other lanes wrote them
+        tl.debug_barrier()
     for block in range(0, row_end - row0, BF):
         rows = row0 + block + tl.arange(0, BF)
         rows_live = rows < row_end
@@ -264,37 +317,54 @@ def _fold_entries(
             state *= old[None, :]
         state = _fold_rows(state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
                            K, V, R, DELTA, BK)  # fmt: skip
+        if reading is not None:
+            if WAITS:
+                gdc_wait()
+            newer = load_values(ring_v, at_e, unread, rows, rows_live, V)
+        row_scale = 1.0
         if SCALED:
             state *= inverse[None, :]
-            per_unit = write_scales(state[None, :, :], scales, rows, rows_live, FORMAT)
+            row_scale, per_unit = write_scales(state[None, :, :], scales, rows, rows_live, FORMAT)
             state *= per_unit[:, None]
-        write_rows(state, high, low, at, live, FORMAT, ASM)
-    if SCALED:
-        tl.store(columns + kk, fresh, k_live)
+        top, rest = write_rows(state, high, low, at, live, FORMAT, ASM)
+        if reading is not None:
+            numbers = as_read(top, rest, full, FORMAT, DEPTH)
+            if T == 1:
+                y = read_one(numbers, x, columns, length > 0, K, False, SCALED, ASM, BK)
+            else:
+                if numbers.dtype == tl.int8:
+                    numbers = numbers.to(tl.bfloat16 if NEAR else tl.float32)
+                vectors = load_vectors(x, columns, x_token, length, K, NT, SCALED, BK)
+                y = dot_near(numbers, vectors, tl.zeros((BF, NT), tl.float32), NEAR)
+            c, factor = load_weights(coef, scale, unread, length, NE, NT, TILES, SHARED_X, T > 1)
+            write_outputs(y, newer, c, factor, row_scale, rows, rows_live, length, out, gate_z,
+                          out_token, z_token, T, NT, SCALED, HAS_Z, NEAR, T > 1)  # fmt: skip
 
 
 @triton.jit
 def fold_chunk(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, FORMAT: tl.constexpr,
-    DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
+    reading, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
     BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    T: tl.constexpr, NE: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
+    SHARED_X: tl.constexpr, HAS_Z: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """Bring value rows ``row0 .. row_end - 1`` of a head over ``count`` entries, to a boundary.
 
     Pointers are those of the slot's head, ``columns`` of its tile. ``start`` is the ring index of
-    the oldest entry.
+    the oldest entry. ``reading``: what outputs take, as :func:`.read.read_chunk` has it, to write
+    those of the chunk too; or None.
     """
     if CHANNEL:
-        _fold_entries(
+        _fold_by_entries(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-            K, V, R, FORMAT, DELTA, ASM, BF, BC, BK,
+            reading, K, V, R, FORMAT, DELTA, ASM, BF, BC, BK,
+            T, NE, TILES, DEPTH, SHARED_X, HAS_Z, WAITS,
         )  # fmt: skip
     else:
-        # a matrix unit takes 16 entries and value rows or more
-        FE: tl.constexpr = 16 if WINDOW <= 16 else 1 << (WINDOW - 1).bit_length()
-        FB: tl.constexpr = BF if BF > 16 else 16
-        _fold_products(
+        _fold_by_products(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-            K, V, R, FORMAT, DELTA, ASM, FB, BC, BK, FE,
+            reading, K, V, R, WINDOW, FORMAT, DELTA, ASM, BF, BC, BK,
+            T, NE, TILES, DEPTH, SHARED_X, HAS_Z, WAITS,
         )  # fmt: skip

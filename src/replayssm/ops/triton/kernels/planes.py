@@ -50,11 +50,17 @@ def join_planes(top, rest, FORMAT: tl.constexpr):
 def read_full(high, low, at, live, low_live, FORMAT: tl.constexpr):
     """Return both planes joined; where ``low_live`` is not set, the high plane's number."""
     top, rest = load_planes(high, low, at, live, low_live, FORMAT)
+    return join_where(top, rest, low_live, FORMAT)
+
+
+@triton.jit
+def join_where(top, rest, low_live, FORMAT: tl.constexpr):
+    """Return both planes joined; where ``low_live`` is not set, the high plane's number."""
     if FORMAT == "s32" or FORMAT == "q24" or FORMAT == "q16":
         # what a masked load puts in is sign-extended when numbers are packed in a word, which
         # changes those with the top bit set
         bias: tl.constexpr = 128 if FORMAT == "q16" else 32768
-        rest = tl.where(low_live, rest, tl.cast(bias, low.dtype.element_ty))
+        rest = tl.where(low_live, rest, tl.cast(bias, rest.dtype))
     return join_planes(top, rest, FORMAT)
 
 
@@ -67,6 +73,15 @@ def step_size(FORMAT: tl.constexpr):
     if FORMAT == "q16":
         size = 1.0 / 256.0
     return size
+
+
+@triton.jit
+def as_read(top, rest, full, FORMAT: tl.constexpr, DEPTH: tl.constexpr):
+    """Return what a read of the row's depth sees of both planes' numbers, without scales."""
+    numbers = top
+    if FORMAT != "f32" and FORMAT != "bf16" and DEPTH != "high":
+        numbers = join_where(top, rest, full, FORMAT) * step_size(FORMAT)
+    return numbers
 
 
 @triton.jit
@@ -183,7 +198,7 @@ def join_rows(top, rest, unit, FORMAT: tl.constexpr, ASM: tl.constexpr):
 def write_scales(state, scales, rows, rows_live, FORMAT: tl.constexpr):
     """Store the row scales of ``state [slices, rows, channels]``, divided by its column scales.
 
-    Return how many units of a joined integer one is, ``[rows]``.
+    Return them and how many units of a joined integer one is, ``[rows]`` each.
     """
     scale = tl.reduce(tl.reduce(tl.abs(state), 2, larger), 0, larger) / HIGH_MAX
     is_finite = scale < float("inf")
@@ -191,19 +206,21 @@ def write_scales(state, scales, rows, rows_live, FORMAT: tl.constexpr):
     units: tl.constexpr = 65536 if FORMAT == "q24" else 256
     kept = tl.where(is_finite, tl.where(usable, scale, 0.0), float("nan"))
     tl.store(scales + rows, kept, mask=rows_live)
-    return tl.where(usable, units / tl.where(usable, scale, 1.0), 0.0)
+    return kept, tl.where(usable, units / tl.where(usable, scale, 1.0), 0.0)
 
 
 @triton.jit
 def write_rows(state, high, low, at, live, FORMAT: tl.constexpr, ASM: tl.constexpr):
-    """Encode fp32 numbers, of a scaled format in units of its joined integer, and store them."""
+    """Encode fp32 numbers, of a scaled format in units of its joined integer, and store them.
+
+    Return the numbers of both planes, as :func:`load_planes` would.
+    """
     if FORMAT == "s32":
         state = tl.where(state == state, state, float("nan"))
         bits = state.to(tl.int32, bitcast=True)
         bits = tl.where(state == state, bits, 0x7FC00000) + 32768
         top = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-        tl.store(high + at, top, mask=live)
-        tl.store(low + at, (bits & 0xFFFF).to(tl.uint16), mask=live)
+        rest = (bits & 0xFFFF).to(tl.uint16)
     elif FORMAT == "q24" or FORMAT == "q16":
         if ASM:
             top, rest = _split(state, FORMAT)
@@ -212,7 +229,10 @@ def write_rows(state, high, low, at, live, FORMAT: tl.constexpr, ASM: tl.constex
             biased = round_int(state) + (1 << (bits - 1))
             top = (biased >> bits).to(tl.int8)
             rest = (biased & ((1 << bits) - 1)).to(low.dtype.element_ty)
-        tl.store(high + at, top, mask=live)
-        tl.store(low + at, rest, mask=live)
     else:
-        tl.store(high + at, state.to(high.dtype.element_ty), mask=live)
+        top = state.to(high.dtype.element_ty)
+        rest = top
+    tl.store(high + at, top, mask=live)
+    if FORMAT == "s32" or FORMAT == "q24" or FORMAT == "q16":
+        tl.store(low + at, rest, mask=live)
+    return top, rest

@@ -3,7 +3,8 @@
 A fold wants several times the registers of a read, and rows fold at different times. At small
 batches ``step_kernel`` does both in one launch. At large ones ``read_kernel`` serves the tiles that
 fold nothing in this step, with a program each, beside ``due_kernel``, whose small grid walks the
-list of those that do. It may start while the pull-back runs, of which a fold needs nothing.
+list of those that do and reads each from the registers it was folded in. It may start while the
+pull-back runs.
 """
 
 import triton
@@ -23,18 +24,27 @@ from replayssm.ops.triton.kernels.common import (
 from replayssm.ops.triton.kernels.fold import fold_chunk
 from replayssm.ops.triton.kernels.read import read_chunk
 
+# what a fold that reads nothing is compiled with
+HIGH = tl.constexpr("high")
+
 
 @triton.jit
 def fold_part(
     plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
     high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-    row, head, part,
+    row, head, part, reading,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr, FORMAT: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
     CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    T: tl.constexpr = 1, NE: tl.constexpr = 16, DEPTH: tl.constexpr = HIGH,
+    SHARED_X: tl.constexpr = False, HAS_Z: tl.constexpr = False, WAITS: tl.constexpr = False,
 ):  # fmt: skip
-    """Bring chunk ``part`` of a row's value head to its newest boundary."""
+    """Bring chunk ``part`` of a row's value head to its newest boundary.
+
+    ``reading``: write its outputs too, as :func:`.fold.fold_chunk`; what comes after ``BK`` is for
+    them alone.
+    """
     per_tile: tl.constexpr = V // TILES
     chunks: tl.constexpr = (per_tile + CHUNK - 1) // CHUNK
     tile = part // chunks
@@ -58,16 +68,54 @@ def fold_part(
     ring_g += slot * g_slot + head * R * (K if CHANNEL else 1)
     ring_w += slot * w_slot + head * R
     while position < stop:
-        # the planes at a boundary are a function of positions alone: encode at each of them
+        # the planes at a boundary are a function of positions alone: encode at each of them;
+        # outputs of the last one stay
         count = WINDOW - (position - tile * WINDOW // TILES + WINDOW) % WINDOW
         fold_chunk(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
             (position % R).to(tl.int32), count.to(tl.int32), row0, row_end,
-            K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
+            reading, K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
+            T, NE, TILES, DEPTH, SHARED_X, HAS_Z, WAITS,
         )  # fmt: skip
         # what follows reads what other lanes have just written
         tl.debug_barrier()
         position += count
+
+
+@triton.jit
+def _reading(
+    plan, out, x, scale, coef, gate_z, rows, out_row, out_token, z_row, z_token,
+    x_row, x_head, x_tile, x_token, row, head, tile,
+    T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr,
+    SHARED_X: tl.constexpr,
+):  # fmt: skip
+    """Return what the outputs of a row's value head and tile take, as ``read_chunk`` has it.
+
+    ``SHARED_X``: ``x`` is the block's query, one a key head, and takes ``scale``.
+    """
+    length = tl.load(plan + LENGTH * rows + row)
+    base = tl.load(plan + BASE * rows + row)
+    first = tl.load(plan + COMMITTED * rows + row)
+    before = tl.load(plan + FOLDED * rows + row)
+    full = tl.load(plan + FULL * rows + row) != 0
+    folded = tl.maximum(before, first)
+    stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
+    oldest = oldest_needed(base, folded, WINDOW, KEEP, TILES)
+    begin, total = (stands - oldest).to(tl.int32), (first + length - oldest).to(tl.int32)
+    e = tl.arange(0, NE)
+    at = (oldest % R).to(tl.int32) + e
+    at = tl.where(at >= R, at - R, at)
+    if SHARED_X:
+        x += row * x_row + head // (HV // H) * x_head
+    else:
+        x += row * x_row + head * x_head + tile * x_tile
+    line = (row * HV + head) * T
+    return (
+        out + row * out_row + head * V, x, scale + line * TILES + tile, coef + line * NE,
+        gate_z + row * z_row + head * V, out_token, z_token, x_token,
+        at, (e >= begin) & (e < total), length.to(tl.int32), full,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -84,7 +132,7 @@ def _read_part(
 ):  # fmt: skip
     """Write ``out[row, :, head, chunk]``; with ``WHICH = "rest"`` only if the chunk does not fold.
 
-    ``SHARED_X``: ``x`` is the block's query, one a key head, and takes ``scale``.
+    Chunks of a row without a slot are 0.
     """
     per_tile: tl.constexpr = V // TILES
     chunks: tl.constexpr = (per_tile + CHUNK - 1) // CHUNK
@@ -92,19 +140,14 @@ def _read_part(
     row0 = tile * per_tile + part % chunks * CHUNK
     row_end = tl.minimum(row0 + CHUNK, (tile + 1) * per_tile)
     slot = tl.load(plan + SLOT * rows + row)
-    length = tl.load(plan + LENGTH * rows + row)
-    base = tl.load(plan + BASE * rows + row)
-    first = tl.load(plan + COMMITTED * rows + row)
-    before = tl.load(plan + FOLDED * rows + row)
-    full = tl.load(plan + FULL * rows + row) != 0
-    folded = tl.maximum(before, first)
-    stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
     is_ours = slot >= 0
     if WHICH == "rest":
+        base = tl.load(plan + BASE * rows + row)
+        before = tl.load(plan + FOLDED * rows + row)
+        folded = tl.maximum(before, tl.load(plan + COMMITTED * rows + row))
+        stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
         is_ours &= stands == folded_to(tile, base, before, WINDOW, KEEP, TILES)
-    out += row * out_row + head * V
     if is_ours:
-        oldest = oldest_needed(base, folded, WINDOW, KEEP, TILES)
         high += slot * high_slot + head * V * K
         ring_v += slot * v_slot + head * R * V
         if FORMAT != "f32" and FORMAT != "bf16":
@@ -112,22 +155,20 @@ def _read_part(
         if FORMAT == "q24" or FORMAT == "q16":
             scales += slot * scales_slot + head * V
             columns += slot * columns_slot + (head * TILES + tile) * K
-        if SHARED_X:
-            x += row * x_row + head // (HV // H) * x_head
-        else:
-            x += row * x_row + head * x_head + tile * x_tile
+        reading = _reading(
+            plan, out, x, scale, coef, gate_z, rows, out_row, out_token, z_row, z_token,
+            x_row, x_head, x_tile, x_token, row, head, tile,
+            T, H, HV, V, R, NE, WINDOW, KEEP, TILES, SHARED_X,
+        )  # fmt: skip
         read_chunk(
-            out, x, scale + (row * HV + head) * T * TILES + tile, coef + (row * HV + head) * T * NE,
-            gate_z + row * z_row + head * V, high, low, scales, columns, ring_v,
-            out_token, z_token, x_token, (oldest % R).to(tl.int32), (stands - oldest).to(tl.int32),
-            (first + length - oldest).to(tl.int32), length.to(tl.int32), full, row0, row_end,
-            T, K, V, R, NE, TILES, FORMAT, DEPTH, SHARED_X, DIGITS, HAS_Z, ASM, WAITS, CHUNK,
-            BR, BK,
+            high, low, scales, columns, ring_v, row0, row_end, reading,
+            T, K, V, NE, TILES, FORMAT, DEPTH, SHARED_X, DIGITS, HAS_Z, ASM, WAITS, CHUNK, BR, BK,
         )  # fmt: skip
     elif slot < 0:
         every = row0 + tl.arange(0, BC)
         for t in range(T):
-            tl.store(out + t * out_token + every, 0.0, every < row_end)
+            at = out + row * out_row + head * V + t * out_token + every
+            tl.store(at, 0.0, every < row_end)
 
 
 @triton.jit
@@ -148,7 +189,7 @@ def step_kernel(
     fold_part(
         plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
         high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-        row, head, part,
+        row, head, part, None,
         H, HV, K, V, R,
         WINDOW, KEEP, TILES, FORMAT,
         DELTA, CHANNEL, ASM,
@@ -209,13 +250,13 @@ def due_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, DELTA: tl.constexpr,
-    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, DIGITS: tl.constexpr, HAS_Z: tl.constexpr,
-    ASM: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BK: tl.constexpr, WAITS: tl.constexpr,
+    CHANNEL: tl.constexpr, SHARED_X: tl.constexpr, HAS_Z: tl.constexpr, ASM: tl.constexpr,
+    CHUNK: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """Fold and read the tiles on the list ``due``: their number, then ``row * TILES + tile``.
 
-    ``WAITS``: the pull-back may still run while the first tiles are folded.
+    ``WAITS``: the pull-back may still run while a program prepares its first fold.
     """
     chunks: tl.constexpr = (V // TILES + CHUNK - 1) // CHUNK
     items = tl.load(due) * HV * chunks
@@ -223,27 +264,20 @@ def due_kernel(
         entry = tl.load(due + 1 + item // (HV * chunks))
         row, head = (entry // TILES).to(tl.int64), item // chunks % HV
         part = entry % TILES * chunks + item % chunks
+        reading = _reading(
+            plan, out, x, scale, coef, gate_z, rows, out_row, out_token, z_row, z_token,
+            x_row, x_head, x_tile, x_token, row, head, entry % TILES,
+            T, H, HV, V, R, NE, WINDOW, KEEP, TILES, SHARED_X,
+        )  # fmt: skip
         fold_part(
             plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
             high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-            row, head, part,
+            row, head, part, reading,
             H, HV, K, V, R,
             WINDOW, KEEP, TILES, FORMAT,
             DELTA, CHANNEL, ASM,
             CHUNK, BF, BC, BK,
-        )  # fmt: skip
-        if WAITS:
-            gdc_wait()
-        _read_part(
-            plan, out, x, scale, coef, gate_z, high, low, scales, columns, ring_v,
-            rows, out_row, out_token, z_row, z_token, x_row, x_head, x_tile, x_token,
-            high_slot, low_slot, scales_slot, columns_slot, v_slot,
-            row, head, part, "all",
-            T, H, HV, K, V,
-            R, NE, WINDOW, KEEP,
-            TILES, FORMAT, DEPTH, SHARED_X,
-            DIGITS, HAS_Z, ASM, False, CHUNK,
-            BR, BC, BK,
+            T, NE, DEPTH, SHARED_X, HAS_Z, WAITS,
         )  # fmt: skip
     if WAITS:
         # whoever waits for this kernel may rely on the pull-back too
@@ -265,7 +299,7 @@ def fold_kernel(
     fold_part(
         plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
         high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-        row, head, part,
+        row, head, part, None,
         H, HV, K, V, R,
         WINDOW, KEEP, TILES, FORMAT,
         DELTA, CHANNEL, ASM,

@@ -106,7 +106,7 @@ def whole_kernel(
         fold_part(
             plan, high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, rows,
             high_slot, low_slot, scales_slot, columns_slot, k_slot, v_slot, g_slot, w_slot,
-            row, head, part,
+            row, head, part, None,
             H, HV, K, V, R, WINDOW, KEEP, TILES, FORMAT, False, False, ASM, CHUNK, BF, BC, BK,
         )  # fmt: skip
     PACKED: tl.constexpr = DIGITS and DEPTH == "high"
