@@ -210,7 +210,6 @@ def read_chunk(
     """
     out, x, scale, coef, gate_z, out_token, z_token, x_token, at_e, e_live, length, full = reading
     kk, w = tl.arange(0, BK), tl.arange(0, BK // 4)
-    k_live = kk < K
     SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
     PACKED: tl.constexpr = DIGITS and DEPTH == "high" and (T == 1 or BK >= 32)
     NT: tl.constexpr = tokens_of(T)
@@ -226,7 +225,7 @@ def read_chunk(
             at = high.to(tl.pointer_type(tl.int32), bitcast=True) + r[:, None] * (K // 4)
             state = tl.load(at + w[None, :], r_live[:, None] & (w < K // 4)[None, :], 0)
         elif PACKED or T == 1:
-            at_s, live = r[:, None] * K + kk[None, :], r_live[:, None] & k_live[None, :]
+            at_s, live = r[:, None] * K + kk[None, :], r_live[:, None] & (kk < K)[None, :]
             state = read_numbers(high, low, at_s, live, full, FORMAT, DEPTH)
         else:
             in_block, channel = offsets(FR, SLICES, VEC)
