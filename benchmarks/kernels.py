@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpu import ours, report
+from gpu import report
 from gpu.arms import Kind
 from gpu.cases import CASES, KEPT, Point
 from gpu.check import check, compile_for_batches
@@ -45,12 +45,19 @@ SHARE = "share "  # a line of a worker starts with it
 WINDOW = 16  # standard kernels have none and are timed once
 
 
+def our_arms() -> list[Arm]:
+    """Return this library's arms; only they need Triton."""
+    from gpu import launches
+
+    return launches.arms()
+
+
 @cache
 def every_arm() -> tuple[list[Arm], dict[str, str]]:
     """Return all arms, and why packages are missing; kernel files are loaded once."""
     found: list[Arm] = []
     missing: dict[str, str] = {}
-    for package, make in {"ours": ours.arms, **PACKAGES}.items():
+    for package, make in {"ours": our_arms, **PACKAGES}.items():
         try:
             found += make()
         except Exception as error:

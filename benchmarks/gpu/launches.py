@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from gpu.ours import Choice, Replay, Standard
+from gpu.ours import Choice, arms_of
 from replayssm.ops.triton.call import Fused
 from replayssm.ops.triton.host import step_
 from replayssm.ops.triton.others import standard_call
@@ -19,6 +19,7 @@ from replayssm.types import Block, LayerSpec, ReadDepth
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from gpu.arms import Arm
     from gpu.cases import Inputs, Point
     from replayssm.ops.triton.launch import Launch
     from replayssm.storage import LayerStore
@@ -97,5 +98,6 @@ class TritonStandard:
         standard_call(slots, at.layer, at.plan, at.block, out, at.targets, at.fused).run()
 
 
-REPLAY: Replay | None = TritonReplay()
-STANDARD: Standard | None = TritonStandard()
+def arms() -> list[Arm]:
+    """Return every format and depth of the replay step, and the standard steps."""
+    return arms_of(TritonReplay(), TritonStandard())

@@ -1,12 +1,11 @@
 """This library's own kernels as arms: stores, positions and bytes; the launches come from outside.
 
 :class:`Replay` and :class:`Standard` are all that the benchmark asks of the Triton kernels.
-``gpu/launches.py`` binds them; what it does not offer is reported as absent.
+``gpu/launches.py`` binds them.
 """
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -296,25 +295,13 @@ class OurStandard:
         return count(point, self.state)
 
 
-def arms_of(replay: Replay | None, standard: Standard | None) -> list[Arm]:
+def arms_of(replay: Replay, standard: Standard) -> list[Arm]:
     """Return every arm of an implementation."""
     found: list[Arm] = []
-    if replay is not None:
-        for fmt, depths in DEPTHS.items():
-            for depth in depths:
-                found += [OurReplay(replay, fmt, depth, c) for c in replay.choices(fmt, depth)]
-    if standard is not None:
-        for state in STATES:
-            found.append(OurStandard(standard, state, Kind.STANDARD))
-            found.append(OurStandard(standard, state, Kind.SNAPSHOT))
+    for fmt, depths in DEPTHS.items():
+        for depth in depths:
+            found += [OurReplay(replay, fmt, depth, c) for c in replay.choices(fmt, depth)]
+    for state in STATES:
+        found.append(OurStandard(standard, state, Kind.STANDARD))
+        found.append(OurStandard(standard, state, Kind.SNAPSHOT))
     return found
-
-
-def arms() -> list[Arm]:
-    """Return the arms of ``REPLAY`` and ``STANDARD`` in ``gpu/launches.py``; either may be None.
-
-    Raises:
-        ImportError: There is no such binding in this tree.
-    """
-    bound = importlib.import_module("gpu.launches")
-    return arms_of(bound.REPLAY, bound.STANDARD)
