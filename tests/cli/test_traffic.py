@@ -182,6 +182,7 @@ def test_a_run_without_a_success_is_a_failure(run, trace, tmp_path):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_client_checks_itself(run):
     code, out, _ = run("bench", "client", "--request-rate", 50, "--duration", 1, "--json", "-q")
     found = last_object(out)

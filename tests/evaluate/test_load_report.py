@@ -77,6 +77,7 @@ def test_the_page_is_one_file_without_addresses(run, tmp_path):
     assert data.group(1).replace("<\\/", "</").strip() == made.text.strip()
 
 
+@pytest.mark.slow
 def test_a_page_is_the_same_from_the_files(run, tmp_path):
     cohorts = steady_load(5, cohort="a") + steady_load(5, cohort="b", rate=0.5)
     failed = record(20, status=Status.FAILED, times=(), end_s=1.0, scheduled_s=0.3)
@@ -123,6 +124,7 @@ def test_a_p99_needs_a_thousand_requests(run):
     assert cells(1000) == ["100.0", "100.0", "100.0", "100.0", "100.0", "1,000"]
 
 
+@pytest.mark.slow
 def test_a_limit_is_drawn_where_there_is_one(run):
     def shown(*goodput):
         html = render_load(run(steady_load(9), goodput))
@@ -139,6 +141,7 @@ def test_a_limit_is_drawn_where_there_is_one(run):
     assert shown("e2el_scheduled:210")["E2EL from schedule"] == ["SLO"]
 
 
+@pytest.mark.slow
 def test_cohorts_are_drawn_and_listed_only_where_there_are_several(run):
     one = render_load(run(steady_load(5, cohort="desk")))
     assert "By cohort" not in one
@@ -156,6 +159,7 @@ def test_cohorts_are_drawn_and_listed_only_where_there_are_several(run):
     assert [f">c{i}<" in drawn for i in range(9)] == [False] * 3 + [True] * 6
 
 
+@pytest.mark.slow
 def test_the_target_is_drawn_as_far_as_it_tells(run):
     always = figures(render_load(run(steady_load(5))))
     assert always[-4:] == [f"{title} over time" for title in OVER_TIME]
@@ -172,6 +176,7 @@ def test_the_target_is_drawn_as_far_as_it_tells(run):
     assert told == ["Sequences at the target over time"]
 
 
+@pytest.mark.slow
 def test_energy_is_told_or_why_not(run):
     assert "Not measured (no counters here)" in render_load(run(steady_load(5)))
     html = render_load(run(steady_load(5), energy=Energy(30.0, "rapl", 1, None)))
