@@ -9,8 +9,10 @@ from replayssm.errors import ContractError
 from replayssm.evaluate.document import Document
 from replayssm.evaluate.manifest import Manifest
 from replayssm.traffic import files
+from replayssm.traffic.energy import Energy
 from replayssm.traffic.result import RESULT, SCHEMA_VERSION
 from replayssm.traffic.summary import Summary
+from replayssm.traffic.trace import Provenance
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,51 +22,29 @@ if TYPE_CHECKING:
     from replayssm.traffic.run import Sample
 
 
-@dataclass(frozen=True, slots=True)
-class TraceBlock:
-    """``trace``: where the requests came from.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceBlock(Provenance):
+    """``trace``: where the requests came from, and how they arrive.
 
     Attributes:
-        source: Name of the file, or of the generator.
-        sha256: Hash of that file; None for a generated trace.
-        format: Format that was read.
-        rows: Rows of the file that became requests.
-        bad_rows: Malformed rows that were left out on request.
-        dropped: Well-formed rows left out, by reason.
-        conversions: Everything done since, in order.
         block_size: Tokens of a prefix block.
         concurrency: Sequences that a closed loop keeps in flight; None for open arrivals.
     """
 
-    source: str
-    sha256: str | None
-    format: str
-    rows: int
-    bad_rows: int
-    dropped: dict[str, int]
-    conversions: tuple[str, ...]
     block_size: int
     concurrency: int | None
 
 
 @dataclass(frozen=True, slots=True)
-class EnergyBlock:
+class EnergyBlock(Energy):
     """``energy``: joules over the whole run, and by what was served.
 
     Attributes:
-        joules: Sum over the devices; None where there is no counter.
-        source: ``nvml`` or ``rapl``.
-        devices: Devices that were counted.
-        why_not: Why there is no figure.
         j_per_output_token: Joules an output token of requests that succeeded.
         j_per_request: Joules a request that succeeded.
         j_per_good_request: Joules a request that kept every limit; None without limits.
     """
 
-    joules: float | None
-    source: str | None
-    devices: int
-    why_not: str | None
     j_per_output_token: float | None
     j_per_request: float | None
     j_per_good_request: float | None
