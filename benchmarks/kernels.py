@@ -46,10 +46,11 @@ WINDOW = 16  # standard kernels have none and are timed once
 
 
 def our_arms() -> list[Arm]:
-    """Return this library's arms; only they need Triton."""
-    from gpu import launches
+    """Return this library's arms and their floors; only they need Triton."""
+    from gpu import floor, launches
 
-    return launches.arms()
+    arms = launches.arms()
+    return [*arms, *floor.arms_of(arms)]
 
 
 @cache
@@ -91,7 +92,7 @@ def check_share(args: argparse.Namespace, share: int, shares: int) -> list[Recor
         found = {"arm": arm.name, "case": point.case.name, "tokens": point.tokens,
                  "window": point.window}  # fmt: skip
         try:
-            error = check(arm, point, device).error
+            error = 0.0 if arm.kind is Kind.FLOOR else check(arm, point, device).error
             if not args.check_only:
                 compile_for_batches(arm, point, args.batch, device)
             found |= {"error": float(f"{error:.3g}")}
@@ -103,7 +104,7 @@ def check_share(args: argparse.Namespace, share: int, shares: int) -> list[Recor
 
 def wanted(arm: Arm, point: Point, args: argparse.Namespace) -> bool:
     """Whether an arm is measured at a point: those without a window at the first one only."""
-    has_window = arm.kind is Kind.REPLAY
+    has_window = arm.kind in (Kind.REPLAY, Kind.FLOOR)
     return not arm.refuses(point) and (has_window or point.window == args.window[0])
 
 

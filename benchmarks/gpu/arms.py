@@ -24,6 +24,7 @@ class Kind(StrEnum):
     STANDARD = "standard"  # reads and writes it at every step
     SNAPSHOT = "snapshot"  # writes it after every token of a block, so that any can be kept
     REPLAY = "replay"  # a checkpoint and the inputs that came after it
+    FLOOR = "floor"  # moves the bytes of a replay step and computes nothing
 
 
 @dataclass(frozen=True)

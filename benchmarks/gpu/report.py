@@ -95,7 +95,7 @@ def add_ratios(records: list[Record]) -> None:
     """
     best: dict[tuple[Any, ...], float] = {}
     for r in records:
-        if "us" not in r or r["kind"] == Kind.REPLAY:
+        if "us" not in r or r["kind"] in (Kind.REPLAY, Kind.FLOOR):
             continue
         for scope in ("all", "peers"):
             if scope == "peers" and r["arm"].startswith("ours"):

@@ -33,6 +33,9 @@ LAYERS = {
     "kda": LayerSpec(Write.DELTA, Decay.CHANNEL, 32, 32, key_dim=128, value_dim=128),
 }
 UNFOLDING = ("products_kernel", "chain_kernel", "read_kernel", "conv_kernel")
+# bytes of a thread that do not fit its registers: folds of a delta layer's scaled planes, and what
+# joins both planes for several tokens
+SPILLED_FOLD, SPILLED_READ = 64, 8
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
@@ -95,6 +98,31 @@ def test_every_kernel_compiles(name: str, target: str, rows: int) -> None:
     for made in calls(name, "f32", 1, ReadDepth.HIGH, rows).values():
         for call in made:
             compile_call(call, target)
+
+
+@pytest.mark.parametrize("fmt", ["s32", "q24"])
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_reads_of_both_planes_keep_to_their_registers_on_an_h200(
+    name: str, fmt: str, tokens: int
+) -> None:
+    from replayssm.ops.triton.aot import compile_call
+
+    (call,) = calls(name, fmt, tokens, ReadDepth.FULL)["read_kernel"]
+    found = compile_call(call, "sm_90")
+    assert found.spilled is not None
+    assert found.spilled <= (SPILLED_READ if fmt == "q24" and tokens > 1 else 0), found
+
+
+@pytest.mark.parametrize("fmt", ["f32", "s32", "q24", "q16", "bf16"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_folds_of_large_batches_keep_to_their_registers_on_an_h200(name: str, fmt: str) -> None:
+    from replayssm.ops.triton.aot import compile_call
+
+    (call,) = calls(name, fmt, 1, ReadDepth.HIGH)["due_kernel"]
+    found = compile_call(call, "sm_90")
+    assert found.spilled is not None
+    assert found.spilled <= (SPILLED_FOLD if name == "gdn" and fmt in ("q24", "q16") else 0), found
 
 
 @pytest.mark.parametrize("fmt", ["f32", "s32", "q24", "q16", "bf16"])

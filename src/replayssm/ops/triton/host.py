@@ -26,7 +26,7 @@ from replayssm.ops.triton.kernels.pullback import chain_kernel
 from replayssm.ops.triton.kernels.step import due_kernel, fold_kernel, read_kernel, step_kernel
 from replayssm.ops.triton.kernels.whole import whole_kernel
 from replayssm.ops.triton.launch import Launch, choose_launch, is_parallel
-from replayssm.types import Decay, Write
+from replayssm.types import Decay, ReadDepth, Write
 
 if TYPE_CHECKING:
     from replayssm.ops.triton.plan import DevicePlan
@@ -128,7 +128,7 @@ def step_calls(
     constants = {
         "T": block.tokens, "NE": pulled.coef.shape[-1], "DEPTH": plan.depth,
         "SHARED_X": pulled.scale is not None, "DIGITS": _takes_digits(store, out),
-        "HAS_Z": z is not None, "BR": how.read_rows, **_geometry(store),
+        "HAS_Z": z is not None, "BR": _rows_read(store, plan, how), **_geometry(store),
         **_fold_blocks(store, how, how.chunk),
     }  # fmt: skip
     early = overlaps(out.device)
@@ -305,6 +305,12 @@ def _grid(store: LayerStore, rows: int, chunk: int) -> tuple[int, int]:
     """Return the programs of rows x value heads, chunks of value rows."""
     at, ring = store.spec.layer, store.spec.ring
     return rows * at.value_heads, ring.tiles * -(-(at.value_dim // ring.tiles) // chunk)
+
+
+def _rows_read(store: LayerStore, plan: DevicePlan, how: Launch) -> int:
+    """Return how many value rows a read takes at a time."""
+    joins = store.low is not None and plan.depth != ReadDepth.HIGH
+    return min(how.read_rows, how.full_rows) if joins else how.read_rows
 
 
 def _takes_digits(store: LayerStore, out: Tensor) -> bool:

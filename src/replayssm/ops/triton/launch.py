@@ -37,6 +37,8 @@ class Launch:
         chunk: Value rows of one program of the step and read kernels; one that folds takes a tile
             of a scaled format whole.
         read_rows: Value rows that it reads at a time.
+        full_rows: The most of them where both planes are read: joined they are twice the registers
+            of two bytes, four times those of one.
         fold_rows: Value rows that it folds at a time.
         warps: Warps of the step and read kernels.
         pull_warps: Warps of the pull-back kernel.
@@ -62,6 +64,7 @@ class Launch:
     fold_chunk: int = 64
     pull_registers: int = 0
     fold_registers: int = 0
+    full_rows: int = 32
     early_read: bool = False
     whole: bool = False
 
@@ -92,7 +95,7 @@ def choose_launch(spec: StorageSpec, rows: int, tokens: int, device: torch.devic
             sizes = dict(rule["launch"])
             # a rule is measured at whole blocks: a smaller tile takes smaller ones
             whole = power_of_two(per_tile)
-            for name in {"chunk", "read_rows", "fold_chunk"} & sizes.keys():
+            for name in {"chunk", "read_rows", "full_rows", "fold_chunk"} & sizes.keys():
                 sizes[name] = min(sizes[name], whole)
             sizes["fold_rows"] = min(sizes["fold_rows"], max(whole, LEAST_FOLD))
             return Launch(**sizes)

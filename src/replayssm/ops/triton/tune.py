@@ -40,6 +40,7 @@ ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "fold_programs": (0, 132, 264, 528, 792, 1056),
     "chunk": (8, 16, 32, 64, 128),
     "read_rows": (8, 16, 32, 64, 128),
+    "full_rows": (16, 32, 64),
     "fold_rows": (8, 16, 32, 64),
     "fold_chunk": (16, 32, 64, 128),
     "warps": (1, 2, 4),

@@ -34,6 +34,12 @@ def oldest_needed(base, folded, WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES:
 
 
 @triton.jit
+def below(x, end, ALWAYS: tl.constexpr):
+    """Whether ``x < end``; where it always is, nothing is compared and no register zeroed."""
+    return tl.full(x.shape, 1, tl.int1) if ALWAYS else x < end
+
+
+@triton.jit
 def decay_of(gates):
     """Return exp(gates) within a few units in the last place, exactly 0 for -inf.
 

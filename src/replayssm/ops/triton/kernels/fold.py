@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from replayssm.ops.triton.kernels.blocks import across, block_of, offsets, sliced, stored
-from replayssm.ops.triton.kernels.common import decay_of, dot_exact, dot_near, product
+from replayssm.ops.triton.kernels.common import below, decay_of, dot_exact, dot_near, product
 from replayssm.ops.triton.kernels.planes import (
     COLUMN_SCALE_MAX,
     COLUMN_SCALE_MIN,
@@ -159,7 +159,7 @@ def _prepare(
     if DELTA:
         transposed = _products_of_keys(keys, decay, FE, SPLIT) * strength[None, :]
         solve = _inverse_of_unit_upper(transposed, FE, SPLIT) * after[None, :]
-        solve = tl.broadcast_to(solve[None, :, :], (SLICES, FE, FE))
+        solve = solve[None, :, :]
         upto = strength * tl.cumprod(decay, 0)
     old, fresh = 1.0, 1.0
     if SCALED:
@@ -170,18 +170,21 @@ def _prepare(
         old = tl.load(columns + kk, kk < K, 1.0).to(tl.float32)
         part = tl.sum(size[None, :] * tl.abs(keys.to(tl.float32)), 1)
         fresh = _as_scale(old * carry + part, old)
-        # a delta fold needs the state itself before it decays
-        carry = carry if DELTA else old * carry
-        old = across(old, SLICES, VEC)
+        if not DELTA:
+            inverse = 1.0 / fresh.to(tl.float32)
+            carry = old * carry * inverse
     if DELTA:
         near = sliced(keys, FE, SLICES, VEC)
         far = near
     else:
         # a bf16 value is exact on the tensor cores, what it is multiplied by is fp32
         near = 0.0
-        far = sliced(keys.to(tl.float32) * weight[None, :], FE, SLICES, VEC)
+        far = keys.to(tl.float32) * weight[None, :]
+        if SCALED:
+            far *= inverse[:, None]
+        far = sliced(far, FE, SLICES, VEC)
     far = tl.permute(far, (0, 2, 1))
-    return near, far, across(carry, SLICES, VEC), solve, strength, upto, old, fresh
+    return near, far, across(carry, SLICES, VEC), solve, strength, upto, fresh
 
 
 @triton.jit
@@ -196,12 +199,13 @@ def _fold_products(
     writes it is that of the UT transform, ``(I + A)^-1 R``, with A strictly lower, ``A_st = w_s
     D_{t+1..s} k_s . k_t`` and ``R_s = w_s (v_s - D_{1..s} S k_s)``.
     """
-    values = tl.broadcast_to(values[None, :, :], (SLICES, BF, FE))
     if DELTA:
         none = tl.zeros((SLICES, BF, FE), tl.float32)
         known = tl.sum(dot_exact(state, near, none, SPLIT), 0)
-        values = values.to(tl.float32) * strength - (upto * known)[None, :, :]
-        values = dot_exact(values, solve, none, SPLIT)
+        values = values.to(tl.float32) * strength - upto * known
+        none = tl.zeros((1, BF, FE), tl.float32)
+        values = tl.reshape(dot_exact(values[None, :, :], solve, none, SPLIT), (BF, FE))
+    values = tl.broadcast_to(values[None, :, :], (SLICES, BF, FE))
     return dot_exact(values, far, state * carry, SPLIT)
 
 
@@ -210,7 +214,7 @@ def _fold_by_products(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
     reading, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr,
     FORMAT: tl.constexpr, DELTA: tl.constexpr, ASM: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     T: tl.constexpr, NE: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
     SHARED_X: tl.constexpr, HAS_Z: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -227,12 +231,11 @@ def _fold_by_products(
     kk, e = tl.arange(0, FK), tl.arange(0, FE)
     e_live, at = e < count, start + e
     at = tl.where(at >= R, at - R, at)
-    near, far, carry, solve, strength, upto, old, fresh = _prepare(
+    near, far, carry, solve, strength, upto, fresh = _prepare(
         columns, ring_k, ring_v, ring_g, ring_w, at, e_live, start, count, row0, row_end,
         K, V, R, SCALED, DELTA, SPLIT, BC, FK, FE, SLICES, VEC,
     )  # fmt: skip
-    if SCALED:
-        tl.store(columns + kk, fresh, kk < K)
+    if SCALED and DELTA:
         inverse = across(1.0 / fresh.to(tl.float32), SLICES, VEC)
     if reading is not None:
         out, x, scale, coef, gate_z, out_token, z_token, x_token, at_e, unread, length, full = (
@@ -240,33 +243,36 @@ def _fold_by_products(
         )
         NT: tl.constexpr = tokens_of(T)
         NEAR: tl.constexpr = ASM and out.dtype.element_ty.primitive_bitwidth == 16
-        # the new scales are read where other lanes wrote them
-        tl.debug_barrier()
         if WAITS:
             gdc_wait()
-        vectors = load_vectors(x, columns, x_token, length, K, NT, SCALED, FK)
+        vectors = load_vectors(x, columns, x_token, length, K, NT, False, FK)
+        if SCALED:
+            vectors = vectors.to(tl.float32) * fresh.to(tl.float32)[:, None]
         vectors = sliced(vectors, NT, SLICES, VEC)
         c, factor = load_weights(coef, scale, unread, length, NE, NT, TILES, SHARED_X, True)
     in_block, channel = offsets(FR, SLICES, VEC)
     # the bound is known at run time only, so that blocks are not unrolled into each other
     for block in range(0, row_end - row0, FR):
         r, rows = row0 + block + in_block, row0 + block + tl.arange(0, FR)
-        rows_live = rows < row_end
+        r_live, rows_live = below(r, row_end, EVEN), below(rows, row_end, EVEN)
         at_s = tl.max_contiguous(r * K + channel, (1, 1, 1, VEC))
-        live = (r < row_end) & (channel < K)
-        top, rest, unit = load_rows(high, low, scales, at_s, live, r, r < row_end, FORMAT)
+        live = r_live & (channel < K)
+        top, rest, unit = load_rows(high, low, scales, at_s, live, r, r_live, FORMAT)
         values = tl.load(ring_v + at[None, :] * V + rows[:, None],
                          e_live[None, :] & rows_live[:, None], 0.0)  # fmt: skip
-        state = block_of(join_rows(top, rest, unit, FORMAT, ASM), FR, SLICES, VEC)
+        state = join_rows(top, rest, unit, FORMAT, ASM)
         if SCALED and DELTA:
-            state *= old
+            # a delta fold needs the state itself before it decays; kept, they would not fit
+            state *= tl.load(columns + channel, channel < K, 0.0).to(tl.float32)
+        state = block_of(state, FR, SLICES, VEC)
         state = _fold_products(state, values, near, far, carry, solve, strength, upto,
                                DELTA, SPLIT, FR, FE, SLICES)  # fmt: skip
         if reading is not None:
             newer = load_values(ring_v, at_e, unread, rows, rows_live, V)
         row_scale = 1.0
         if SCALED:
-            state *= inverse
+            if DELTA:
+                state *= inverse
             row_scale, per_unit = write_scales(state, scales, rows, rows_live, FORMAT)
             state *= per_unit[None, :, None]
         state = stored(state, FR, SLICES, VEC)
@@ -276,6 +282,10 @@ def _fold_by_products(
             y = read_block(numbers, vectors, NT, NEAR, FR, SLICES, VEC)
             write_outputs(y, newer, c, factor, row_scale, rows, rows_live, length, out, gate_z,
                           out_token, z_token, T, NT, SCALED, HAS_Z, NEAR, True)  # fmt: skip
+    if SCALED:
+        # not before every block has taken the old ones
+        tl.debug_barrier()
+        tl.store(columns + kk, fresh, kk < K)
 
 
 @triton.jit
@@ -283,7 +293,7 @@ def _fold_by_entries(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
     reading, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, DELTA: tl.constexpr, ASM: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     T: tl.constexpr, NE: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
     SHARED_X: tl.constexpr, HAS_Z: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -307,7 +317,7 @@ def _fold_by_entries(
         tl.debug_barrier()
     for block in range(0, row_end - row0, BF):
         rows = row0 + block + tl.arange(0, BF)
-        rows_live = rows < row_end
+        rows_live = below(rows, row_end, EVEN)
         at = rows[:, None] * K + kk[None, :]
         live = rows_live[:, None] & k_live[None, :]
         top, rest, unit = load_rows(high, low, scales, at, live, rows[:, None],
@@ -346,7 +356,7 @@ def fold_chunk(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
     reading, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr,
     FORMAT: tl.constexpr, DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     T: tl.constexpr, NE: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
     SHARED_X: tl.constexpr, HAS_Z: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
@@ -354,17 +364,17 @@ def fold_chunk(
 
     Pointers are those of the slot's head, ``columns`` of its tile. ``start`` is the ring index of
     the oldest entry. ``reading``: what outputs take, as :func:`.read.read_chunk` has it, to write
-    those of the chunk too; or None.
+    those of the chunk too; or None. ``EVEN``: the chunk is a whole number of blocks.
     """
     if CHANNEL:
         _fold_by_entries(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-            reading, K, V, R, FORMAT, DELTA, ASM, BF, BC, BK,
+            reading, K, V, R, FORMAT, DELTA, ASM, BF, BC, BK, EVEN,
             T, NE, TILES, DEPTH, SHARED_X, HAS_Z, WAITS,
         )  # fmt: skip
     else:
         _fold_by_products(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-            reading, K, V, R, WINDOW, FORMAT, DELTA, ASM, BF, BC, BK,
+            reading, K, V, R, WINDOW, FORMAT, DELTA, ASM, BF, BC, BK, EVEN,
             T, NE, TILES, DEPTH, SHARED_X, HAS_Z, WAITS,
         )  # fmt: skip

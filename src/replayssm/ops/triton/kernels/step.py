@@ -47,6 +47,7 @@ def fold_part(
     """
     per_tile: tl.constexpr = V // TILES
     chunks: tl.constexpr = (per_tile + CHUNK - 1) // CHUNK
+    EVEN: tl.constexpr = per_tile % CHUNK == 0 and CHUNK % (BF if BF > 16 else 16) == 0
     tile = part // chunks
     row0 = tile * per_tile + part % chunks * CHUNK
     row_end = tl.minimum(row0 + CHUNK, (tile + 1) * per_tile)
@@ -74,7 +75,7 @@ def fold_part(
         fold_chunk(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
             (position % R).to(tl.int32), count.to(tl.int32), row0, row_end,
-            reading, K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK,
+            reading, K, V, R, WINDOW, FORMAT, DELTA, CHANNEL, ASM, BF, BC, BK, EVEN,
             T, NE, TILES, DEPTH, SHARED_X, HAS_Z, WAITS,
         )  # fmt: skip
         # what follows reads what other lanes have just written
