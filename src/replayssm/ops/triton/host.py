@@ -253,10 +253,11 @@ def _whole_calls(
         grid = _grid(store, plan.rows, constants["CHUNK"])
         return [Call(whole_kernel, grid, args, {**constants, "WHICH": "all"}, how.warps)]
     due = {**constants, **_fold_blocks(store, how, how.fold_chunk), "WHICH": "due"}
-    rest = {**constants, "CHUNK": how.chunk, "BC": power_of_two(how.chunk), "WHICH": "rest"}
+    chunk = min(how.chunk, _rows_read(store, plan, how))
+    rest = {**constants, "CHUNK": chunk, "BC": power_of_two(chunk), "WHICH": "rest"}
     return [
         Call(whole_kernel, _grid(store, plan.rows, due["CHUNK"]), args, due, how.fold_warps),
-        Call(whole_kernel, _grid(store, plan.rows, how.chunk), args, rest, how.warps),
+        Call(whole_kernel, _grid(store, plan.rows, chunk), args, rest, how.warps),
     ]
 
 

@@ -15,11 +15,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from replayssm.ops.triton.kernels.blocks import across, block_of, offsets, sliced, stored
-from replayssm.ops.triton.kernels.common import below, decay_of, dot_exact, dot_near, product
+from replayssm.ops.triton.kernels.common import below, decay_of, dot_exact, product
+from replayssm.ops.triton.kernels.entries import fold_by_entries
 from replayssm.ops.triton.kernels.planes import (
-    COLUMN_SCALE_MAX,
-    COLUMN_SCALE_MIN,
     as_read,
+    column_scale_of,
     join_rows,
     load_rows,
     write_rows,
@@ -30,80 +30,9 @@ from replayssm.ops.triton.kernels.read import (
     load_vectors,
     load_weights,
     read_block,
-    read_one,
     tokens_of,
     write_outputs,
 )
-
-# entries whose part of a column bound is made at a time
-GROUP = tl.constexpr(8)
-
-
-@triton.jit
-def _as_scale(bound, old):
-    """Return a column bound as a scale that planes can take."""
-    # an entry that is not finite must not take the scale with it: its rows show it
-    bound = tl.where(bound < float("inf"), bound, old)
-    return tl.minimum(tl.maximum(bound, COLUMN_SCALE_MIN), COLUMN_SCALE_MAX).to(tl.bfloat16)
-
-
-@triton.jit
-def _column_bound(
-    old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Return the column scale ``[K]`` that a chunk takes after folding ``count`` entries."""
-    kk, rows = tl.arange(0, BK), row0 + tl.arange(0, BC)
-    bound = old
-    for j in range(0, count, GROUP):
-        e = j + tl.arange(0, GROUP)
-        live, more = e < count, (e + 1 < count) & (e + 1 < j + GROUP)
-        at = start + e
-        at = tl.where(at >= R, at - R, at)
-        following = tl.where(at + 1 >= R, at + 1 - R, at + 1)
-        k_live = live[:, None] & (kk < K)[None, :]
-        keys = tl.load(ring_k + at[:, None] * K + kk[None, :], k_live, 0.0).to(tl.float32)
-        values = tl.load(ring_v + at[:, None] * V + rows[None, :],
-                         live[:, None] & (rows < row_end)[None, :], 0.0)  # fmt: skip
-        largest = tl.max(tl.abs(values.to(tl.float32)), 1)
-        largest *= tl.abs(tl.load(ring_w + at, live, 0.0))
-        gates = tl.load(ring_g + at[:, None] * K + kk[None, :], k_live, 0.0)
-        later = tl.load(ring_g + following[:, None] * K + kk[None, :],
-                        k_live & more[:, None], 0.0)  # fmt: skip
-        after = tl.cumprod(decay_of(later), 0, reverse=True)
-        part = tl.sum(largest[:, None] * after * tl.abs(keys), 0)
-        bound = bound * product(decay_of(gates), 0) + part
-    return _as_scale(bound, old)
-
-
-@triton.jit
-def _fold_rows(
-    state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, DELTA: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Fold ``count`` entries into a block of value rows ``[BF, K]``, oldest first."""
-    kk = tl.arange(0, BK)
-    k_live = kk < K
-    at = start
-    next_key = tl.load(ring_k + at * K + kk, k_live, 0.0)
-    next_value = tl.load(ring_v + at * V + rows, rows_live, 0.0)
-    next_w = tl.load(ring_w + at)
-    next_g = tl.load(ring_g + at * K + kk, k_live, 0.0)
-    for j in range(count):
-        key, value = next_key.to(tl.float32), next_value.to(tl.float32)
-        strength, log_decay = next_w, next_g
-        # the newer entry is on its way while this one is folded
-        at = tl.where(at + 1 >= R, 0, at + 1)
-        more = j + 1 < count
-        next_key = tl.load(ring_k + at * K + kk, k_live & more, 0.0)
-        next_value = tl.load(ring_v + at * V + rows, rows_live & more, 0.0)
-        next_w = tl.load(ring_w + at, more, 0.0)
-        next_g = tl.load(ring_g + at * K + kk, k_live & more, 0.0)
-        state = state * decay_of(log_decay)[None, :]
-        if DELTA:
-            value -= tl.sum(state * key[None, :], 1)
-        state += (strength * value)[:, None] * key[None, :]
-    return state
 
 
 @triton.jit
@@ -161,7 +90,7 @@ def _prepare(
         solve = _inverse_of_unit_upper(transposed, FE, SPLIT) * after[None, :]
         solve = solve[None, :, :]
         upto = strength * tl.cumprod(decay, 0)
-    old, fresh = 1.0, 1.0
+    fresh, inverse = 1.0, 1.0
     if SCALED:
         every = row0 + tl.arange(0, BC)
         sizes = tl.load(ring_v + at[:, None] * V + every[None, :],
@@ -169,9 +98,9 @@ def _prepare(
         size = tl.max(tl.abs(sizes.to(tl.float32)), 1) * tl.abs(weight)
         old = tl.load(columns + kk, kk < K, 1.0).to(tl.float32)
         part = tl.sum(size[None, :] * tl.abs(keys.to(tl.float32)), 1)
-        fresh = _as_scale(old * carry + part, old)
+        fresh = column_scale_of(old * carry + part, old)
+        inverse = 1.0 / fresh.to(tl.float32)
         if not DELTA:
-            inverse = 1.0 / fresh.to(tl.float32)
             carry = old * carry * inverse
     if DELTA:
         near = sliced(keys, FE, SLICES, VEC)
@@ -184,7 +113,9 @@ def _prepare(
             far *= inverse[:, None]
         far = sliced(far, FE, SLICES, VEC)
     far = tl.permute(far, (0, 2, 1))
-    return near, far, across(carry, SLICES, VEC), solve, strength, upto, fresh
+    if SCALED and DELTA:
+        inverse = across(inverse, SLICES, VEC)
+    return near, far, across(carry, SLICES, VEC), solve, strength, upto, fresh, inverse
 
 
 @triton.jit
@@ -210,6 +141,57 @@ def _fold_products(
 
 
 @triton.jit
+def _joined(
+    top, rest, unit, columns, channel,
+    K: tl.constexpr, FORMAT: tl.constexpr, DELTA: tl.constexpr, ASM: tl.constexpr,
+    FR: tl.constexpr, SLICES: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Return a block ``[slices, rows, channels]`` of both planes' numbers, as its fold takes it."""
+    state = join_rows(top, rest, unit, FORMAT, ASM)
+    if DELTA and (FORMAT == "q24" or FORMAT == "q16"):
+        # a delta fold needs the state itself before it decays; kept, the scales would not fit
+        state *= tl.load(columns + channel, channel < K, 0.0).to(tl.float32)
+    return block_of(state, FR, SLICES, VEC)
+
+
+@triton.jit
+def _vectors_and_weights(
+    reading, fresh, K: tl.constexpr, T: tl.constexpr, NE: tl.constexpr, TILES: tl.constexpr,
+    SCALED: tl.constexpr, SHARED_X: tl.constexpr, FK: tl.constexpr, SLICES: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """Return what all blocks are read with: vectors, entry weights, a shared vector's factor.
+
+    Vectors take the new column scales.
+    """
+    _, x, scale, coef, _, _, _, x_token, _, unread, length, _ = reading
+    NT: tl.constexpr = tokens_of(T)
+    vectors = load_vectors(x, x, x_token, length, K, NT, False, FK)
+    if SCALED:
+        vectors = vectors.to(tl.float32) * fresh.to(tl.float32)[:, None]
+    c, factor = load_weights(coef, scale, unread, length, NE, NT, TILES, SHARED_X, True)
+    return sliced(vectors, NT, SLICES, VEC), c, factor
+
+
+@triton.jit
+def _read_folded(
+    reading, taken, top, rest, newer, row_scale, rows, rows_live,
+    FORMAT: tl.constexpr, DEPTH: tl.constexpr, T: tl.constexpr, SCALED: tl.constexpr,
+    HAS_Z: tl.constexpr, ASM: tl.constexpr, FR: tl.constexpr, SLICES: tl.constexpr,
+    VEC: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of a block from the numbers that its fold has stored."""
+    out, _, _, _, gate_z, out_token, z_token, _, _, _, length, full = reading
+    vectors, c, factor = taken
+    NT: tl.constexpr = tokens_of(T)
+    NEAR: tl.constexpr = ASM and out.dtype.element_ty.primitive_bitwidth == 16
+    numbers = as_read(top, rest, full, FORMAT, DEPTH)
+    y = read_block(numbers, vectors, NT, NEAR, FR, SLICES, VEC)
+    write_outputs(y, newer, c, factor, row_scale, rows, rows_live, length, out, gate_z,
+                  out_token, z_token, T, NT, SCALED, HAS_Z, NEAR, True)  # fmt: skip
+
+
+@triton.jit
 def _fold_by_products(
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
     reading, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr,
@@ -231,25 +213,15 @@ def _fold_by_products(
     kk, e = tl.arange(0, FK), tl.arange(0, FE)
     e_live, at = e < count, start + e
     at = tl.where(at >= R, at - R, at)
-    near, far, carry, solve, strength, upto, fresh = _prepare(
+    near, far, carry, solve, strength, upto, fresh, inverse = _prepare(
         columns, ring_k, ring_v, ring_g, ring_w, at, e_live, start, count, row0, row_end,
         K, V, R, SCALED, DELTA, SPLIT, BC, FK, FE, SLICES, VEC,
     )  # fmt: skip
-    if SCALED and DELTA:
-        inverse = across(1.0 / fresh.to(tl.float32), SLICES, VEC)
     if reading is not None:
-        out, x, scale, coef, gate_z, out_token, z_token, x_token, at_e, unread, length, full = (
-            reading
-        )
-        NT: tl.constexpr = tokens_of(T)
-        NEAR: tl.constexpr = ASM and out.dtype.element_ty.primitive_bitwidth == 16
         if WAITS:
             gdc_wait()
-        vectors = load_vectors(x, columns, x_token, length, K, NT, False, FK)
-        if SCALED:
-            vectors = vectors.to(tl.float32) * fresh.to(tl.float32)[:, None]
-        vectors = sliced(vectors, NT, SLICES, VEC)
-        c, factor = load_weights(coef, scale, unread, length, NE, NT, TILES, SHARED_X, True)
+        taken = _vectors_and_weights(reading, fresh, K, T, NE, TILES, SCALED, SHARED_X, FK, SLICES,
+                                     VEC)  # fmt: skip
     in_block, channel = offsets(FR, SLICES, VEC)
     # the bound is known at run time only, so that blocks are not unrolled into each other
     for block in range(0, row_end - row0, FR):
@@ -260,15 +232,11 @@ def _fold_by_products(
         top, rest, unit = load_rows(high, low, scales, at_s, live, r, r_live, FORMAT)
         values = tl.load(ring_v + at[None, :] * V + rows[:, None],
                          e_live[None, :] & rows_live[:, None], 0.0)  # fmt: skip
-        state = join_rows(top, rest, unit, FORMAT, ASM)
-        if SCALED and DELTA:
-            # a delta fold needs the state itself before it decays; kept, they would not fit
-            state *= tl.load(columns + channel, channel < K, 0.0).to(tl.float32)
-        state = block_of(state, FR, SLICES, VEC)
+        state = _joined(top, rest, unit, columns, channel, K, FORMAT, DELTA, ASM, FR, SLICES, VEC)
         state = _fold_products(state, values, near, far, carry, solve, strength, upto,
                                DELTA, SPLIT, FR, FE, SLICES)  # fmt: skip
         if reading is not None:
-            newer = load_values(ring_v, at_e, unread, rows, rows_live, V)
+            newer = load_values(ring_v, reading[8], reading[9], rows, rows_live, V)
         row_scale = 1.0
         if SCALED:
             if DELTA:
@@ -278,77 +246,12 @@ def _fold_by_products(
         state = stored(state, FR, SLICES, VEC)
         top, rest = write_rows(state, high, low, at_s, live, FORMAT, ASM)
         if reading is not None:
-            numbers = as_read(top, rest, full, FORMAT, DEPTH)
-            y = read_block(numbers, vectors, NT, NEAR, FR, SLICES, VEC)
-            write_outputs(y, newer, c, factor, row_scale, rows, rows_live, length, out, gate_z,
-                          out_token, z_token, T, NT, SCALED, HAS_Z, NEAR, True)  # fmt: skip
+            _read_folded(reading, taken, top, rest, newer, row_scale, rows, rows_live, FORMAT,
+                         DEPTH, T, SCALED, HAS_Z, ASM, FR, SLICES, VEC)  # fmt: skip
     if SCALED:
         # not before every block has taken the old ones
         tl.debug_barrier()
         tl.store(columns + kk, fresh, kk < K)
-
-
-@triton.jit
-def _fold_by_entries(
-    high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-    reading, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    FORMAT: tl.constexpr, DELTA: tl.constexpr, ASM: tl.constexpr,
-    BF: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    T: tl.constexpr, NE: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr,
-    SHARED_X: tl.constexpr, HAS_Z: tl.constexpr, WAITS: tl.constexpr,
-):  # fmt: skip
-    """Fold entries with a decay per channel into a chunk, one at a time."""
-    kk = tl.arange(0, BK)
-    k_live = kk < K
-    SCALED: tl.constexpr = FORMAT == "q24" or FORMAT == "q16"
-    if SCALED:
-        old = tl.load(columns + kk, k_live, 1.0).to(tl.float32)
-        fresh = _column_bound(old, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
-                              K, V, R, BC, BK)  # fmt: skip
-        tl.store(columns + kk, fresh, k_live)
-        inverse = 1.0 / fresh.to(tl.float32)
-    if reading is not None:
-        out, x, scale, coef, gate_z, out_token, z_token, x_token, at_e, unread, length, full = (
-            reading
-        )
-        NT: tl.constexpr = tokens_of(T)
-        NEAR: tl.constexpr = ASM and out.dtype.element_ty.primitive_bitwidth == 16
-        # the new scales are read where other lanes wrote them
-        tl.debug_barrier()
-    for block in range(0, row_end - row0, BF):
-        rows = row0 + block + tl.arange(0, BF)
-        rows_live = below(rows, row_end, EVEN)
-        at = rows[:, None] * K + kk[None, :]
-        live = rows_live[:, None] & k_live[None, :]
-        top, rest, unit = load_rows(high, low, scales, at, live, rows[:, None],
-                                    rows_live[:, None], FORMAT)  # fmt: skip
-        state = join_rows(top, rest, unit, FORMAT, ASM)
-        if SCALED:
-            state *= old[None, :]
-        state = _fold_rows(state, ring_k, ring_v, ring_g, ring_w, start, count, rows, rows_live,
-                           K, V, R, DELTA, BK)  # fmt: skip
-        if reading is not None:
-            if WAITS:
-                gdc_wait()
-            newer = load_values(ring_v, at_e, unread, rows, rows_live, V)
-        row_scale = 1.0
-        if SCALED:
-            state *= inverse[None, :]
-            row_scale, per_unit = write_scales(state[None, :, :], scales, rows, rows_live, FORMAT)
-            state *= per_unit[:, None]
-        top, rest = write_rows(state, high, low, at, live, FORMAT, ASM)
-        if reading is not None:
-            numbers = as_read(top, rest, full, FORMAT, DEPTH)
-            if T == 1:
-                y = read_one(numbers, x, columns, length > 0, K, False, SCALED, ASM, BK)
-            else:
-                if numbers.dtype == tl.int8:
-                    numbers = numbers.to(tl.bfloat16 if NEAR else tl.float32)
-                vectors = load_vectors(x, columns, x_token, length, K, NT, SCALED, BK)
-                y = dot_near(numbers, vectors, tl.zeros((BF, NT), tl.float32), NEAR)
-            c, factor = load_weights(coef, scale, unread, length, NE, NT, TILES, SHARED_X, T > 1)
-            write_outputs(y, newer, c, factor, row_scale, rows, rows_live, length, out, gate_z,
-                          out_token, z_token, T, NT, SCALED, HAS_Z, NEAR, T > 1)  # fmt: skip
 
 
 @triton.jit
@@ -367,7 +270,7 @@ def fold_chunk(
     those of the chunk too; or None. ``EVEN``: the chunk is a whole number of blocks.
     """
     if CHANNEL:
-        _fold_by_entries(
+        fold_by_entries(
             high, low, scales, columns, ring_k, ring_v, ring_g, ring_w, start, count, row0, row_end,
             reading, K, V, R, FORMAT, DELTA, ASM, BF, BC, BK, EVEN,
             T, NE, TILES, DEPTH, SHARED_X, HAS_Z, WAITS,

@@ -16,6 +16,14 @@ HIGH_MAX = tl.constexpr(127.0)
 
 
 @triton.jit
+def column_scale_of(bound, old):
+    """Return a column bound as a scale that planes can take."""
+    # an entry that is not finite must not take the scale with it: its rows show it
+    bound = tl.where(bound < float("inf"), bound, old)
+    return tl.minimum(tl.maximum(bound, COLUMN_SCALE_MIN), COLUMN_SCALE_MAX).to(tl.bfloat16)
+
+
+@triton.jit
 def load_planes(high, low, at, live, low_live, FORMAT: tl.constexpr):
     """Return the numbers of both planes, the high one's twice if it is the only one.
 

@@ -33,21 +33,10 @@ def standard_kernel(
     length = tl.load(plan + LENGTH * rows + row).to(tl.int32)
     at = head * V * K + r[:, None] * K + kk[None, :]
     held = tl.load(state + slot * state_slot + at, live & (slot >= 0), 0.0)
-    rate, bias, skip = 0.0, 0.0, 0.0
-    if GATES != "none":
-        rate = tl.load(rates + head).to(tl.float32)
-        if CHANNEL:
-            bias = tl.load(biases + head * K + kk, k_live, 0.0).to(tl.float32)
-        else:
-            bias = tl.load(biases + head).to(tl.float32)
-    if SKIP:
-        skip = tl.load(skips + head).to(tl.float32)
-    q += row * q_row + h * K
-    k += row * k_row + h * K
-    v += row * v_row + head * V
-    w += row * w_row + head
-    g += row * g_row + head * (K if CHANNEL else 1)
-    gate_z += row * z_row + head * V
+    rate, bias, skip = _parameters(rates, biases, skips, head, kk, k_live, K, GATES, CHANNEL, SKIP)
+    q, k = q + row * q_row + h * K, k + row * k_row + h * K
+    g, w = g + row * g_row + head * (K if CHANNEL else 1), w + row * w_row + head
+    v, gate_z = v + row * v_row + head * V, gate_z + row * z_row + head * V
     out += row * out_row + head * V
     raw_q, raw_k, raw_v, raw_g, raw_w, raw_z = inputs(
         q, k, v, g, w, gate_z, r, kk, r_live, k_live, GATES, CHANNEL, HAS_Z
@@ -57,9 +46,8 @@ def standard_kernel(
     for t in range(1 if T == 1 else length):
         query, key = unit(raw_q.to(tl.float32), eps, NORM) * q_scale, raw_k.to(tl.float32)
         key, value = unit(key, eps, NORM), raw_v.to(tl.float32)
-        log_decay, strength = gate(
-            raw_g.to(tl.float32), raw_w.to(tl.float32), rate, bias, w_low, w_high, GATES
-        )
+        log_decay, strength = gate(raw_g.to(tl.float32), raw_w.to(tl.float32), rate, bias,
+                                   w_low, w_high, GATES)  # fmt: skip
         z = raw_z.to(tl.float32)
         if T > 1:
             ahead = tl.minimum(t + 1, length - 1)
@@ -68,19 +56,9 @@ def standard_kernel(
                 g + ahead * g_token, w + ahead * w_token, gate_z + ahead * z_token,
                 r, kk, r_live, k_live, GATES, CHANNEL, HAS_Z,
             )  # fmt: skip
-        if CHANNEL:
-            s *= decay_of(log_decay)[None, :]
-        else:
-            s *= decay_of(log_decay)
-        u = value
-        if DELTA:
-            u -= tl.sum(s * key[None, :], 1)
-        s += (strength * u)[:, None] * key[None, :]
+        s = _written(s, key, value, log_decay, strength, DELTA, CHANNEL)
         y = tl.sum(s * query[None, :], 1) + skip * value
-        if HAS_Z:
-            y *= z / (1.0 + tl.exp(-z))
-        y = tl.where(length > 0, y, 0.0)
-        tl.store(out + t * out_token + r, y.to(out.dtype.element_ty), r_live)
+        _store(out + t * out_token + r, y, z, length, r_live, HAS_Z)
         rounded = s.to(state.dtype.element_ty)
         if SNAPSHOTS:
             target = tl.load(targets + row * T + t)
@@ -93,6 +71,48 @@ def standard_kernel(
     if T > 1:
         for t in range(length, T):
             tl.store(out + t * out_token + r, 0.0, r_live)
+
+
+@triton.jit
+def _parameters(
+    rates, biases, skips, head, kk, k_live,
+    K: tl.constexpr, GATES: tl.constexpr, CHANNEL: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """Return a value head's decay rate, gate bias and skip; 0 where a family has none."""
+    rate, bias, skip = 0.0, 0.0, 0.0
+    if GATES != "none":
+        rate = tl.load(rates + head).to(tl.float32)
+        if CHANNEL:
+            bias = tl.load(biases + head * K + kk, k_live, 0.0).to(tl.float32)
+        else:
+            bias = tl.load(biases + head).to(tl.float32)
+    if SKIP:
+        skip = tl.load(skips + head).to(tl.float32)
+    return rate, bias, skip
+
+
+@triton.jit
+def _written(
+    s, key, value, log_decay, strength, DELTA: tl.constexpr, CHANNEL: tl.constexpr
+):  # fmt: skip
+    """Return a block of the state ``[BR, K]`` after one token."""
+    if CHANNEL:
+        s *= decay_of(log_decay)[None, :]
+    else:
+        s *= decay_of(log_decay)
+    u = value
+    if DELTA:
+        u -= tl.sum(s * key[None, :], 1)
+    return s + (strength * u)[:, None] * key[None, :]
+
+
+@triton.jit
+def _store(at, y, z, length, live, HAS_Z: tl.constexpr):
+    """Gate and write a token's outputs ``[BR]``; those of a pad row are 0."""
+    if HAS_Z:
+        y *= z / (1.0 + tl.exp(-z))
+    y = tl.where(length > 0, y, 0.0)
+    tl.store(at, y.to(at.dtype.element_ty), live)
 
 
 @triton.jit

@@ -72,6 +72,71 @@ def _entry_weights(
 
 
 @triton.jit
+def _is_due(
+    plan, rows, row, tile, WINDOW: tl.constexpr, KEEP: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """Whether a row's tile folds in this step."""
+    base = tl.load(plan + BASE * rows + row)
+    old = tl.load(plan + FOLDED * rows + row)
+    new = tl.maximum(old, tl.load(plan + COMMITTED * rows + row))
+    is_due = (folded_to(tile, base, old, WINDOW, KEEP, TILES)
+              < folded_to(tile, base, new, WINDOW, KEEP, TILES))  # fmt: skip
+    return is_due & (tl.load(plan + SLOT * rows + row) >= 0)
+
+
+@triton.jit
+def _rows_of(
+    high, low, scales, r, r_live, full,
+    K: tl.constexpr, FORMAT: tl.constexpr, DEPTH: tl.constexpr, SCALED: tl.constexpr,
+    PACKED: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Return the chunk as its read takes it, packed words or numbers, and its row scales."""
+    row_scale = 1.0
+    if SCALED:
+        row_scale = tl.load(scales + r, r_live, 0.0)
+    if PACKED:
+        at = high.to(tl.pointer_type(tl.int32), bitcast=True) + r[:, None] * (K // 4)
+        words = tl.arange(0, BK // 4)
+        state = tl.load(at + words[None, :], r_live[:, None] & (words < K // 4)[None, :], 0)
+    else:
+        kk = tl.arange(0, BK)
+        live = r_live[:, None] & (kk < K)[None, :]
+        state = read_numbers(high, low, r[:, None] * K + kk[None, :], live, full, FORMAT, DEPTH)
+    return state, row_scale
+
+
+@triton.jit
+def _products(
+    state, q, query, columns,
+    K: tl.constexpr, SCALED: tl.constexpr, PACKED: tl.constexpr, ASM: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """Return the products ``[rows]`` of a chunk with the query, without scales of rows."""
+    if PACKED:
+        top, bottom, unit_size = pack_digits(q, columns, K, BK // 4)
+        y = read_words(state, top, bottom, ASM).to(tl.float32) * unit_size
+    else:
+        kk, vector = tl.arange(0, BK), query
+        if SCALED:
+            vector *= tl.load(columns + kk, kk < K, 0.0).to(tl.float32)
+        y = tl.sum(state.to(tl.float32) * vector[None, :], 1)
+    return y
+
+
+@triton.jit
+def _append(
+    key, value, log_decay, write, ring_k, ring_v, ring_g, ring_w, at, r, r_live, is_first, has_key,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Write the token's entry at ring index ``at``, every part of it by one program."""
+    kk = tl.arange(0, BK)
+    tl.store(ring_v + at * V + r, value, r_live)
+    tl.store(ring_g + at, log_decay, is_first)
+    tl.store(ring_w + at, write, is_first)
+    tl.store(ring_k + at * K + kk, key, (kk < K) & is_first & has_key)
+
+
+@triton.jit
 def whole_kernel(
     plan, out, q, k, v, g, w, rates, biases, skips, gate_z,
     high, low, scales, columns, ring_k, ring_v, ring_g, ring_w,
@@ -94,12 +159,7 @@ def whole_kernel(
     per_tile: tl.constexpr = V // TILES
     chunks: tl.constexpr = (per_tile + CHUNK - 1) // CHUNK
     if WHICH != "all":
-        start_at = tl.load(plan + BASE * rows + row)
-        old = tl.load(plan + FOLDED * rows + row)
-        new = tl.maximum(old, tl.load(plan + COMMITTED * rows + row))
-        is_due = (folded_to(part // chunks, start_at, old, WINDOW, KEEP, TILES)
-                  < folded_to(part // chunks, start_at, new, WINDOW, KEEP, TILES))  # fmt: skip
-        is_due &= tl.load(plan + SLOT * rows + row) >= 0
+        is_due = _is_due(plan, rows, row, part // chunks, WINDOW, KEEP, TILES)
         if is_due != (WHICH == "due"):
             return
     if WHICH != "rest":
@@ -124,21 +184,13 @@ def whole_kernel(
     full = tl.load(plan + FULL * rows + row) != 0
     # the state is asked for before anything waits for the ring
     high += slot * high_slot + head * V * K
-    row_scale = 1.0
     if SCALED:
         scales += slot * scales_slot + head * V
         columns += slot * columns_slot + (head * TILES + tile) * K
-        row_scale = tl.load(scales + r, r_live & here, 0.0)
-    if PACKED:
-        at = high.to(tl.pointer_type(tl.int32), bitcast=True) + r[:, None] * (K // 4)
-        words = tl.arange(0, BK // 4)
-        state = tl.load(at + words[None, :],
-                        (r_live & here)[:, None] & (words < K // 4)[None, :], 0)  # fmt: skip
-    else:
-        if FORMAT != "f32" and FORMAT != "bf16":
-            low += slot * low_slot + head * V * K
-        live = (r_live & here)[:, None] & (kk < K)[None, :]
-        state = read_numbers(high, low, r[:, None] * K + kk[None, :], live, full, FORMAT, DEPTH)
+    if not PACKED and FORMAT != "f32" and FORMAT != "bf16":
+        low += slot * low_slot + head * V * K
+    state, row_scale = _rows_of(high, low, scales, r, r_live & here, full,
+                                K, FORMAT, DEPTH, SCALED, PACKED, BK)  # fmt: skip
     oldest = oldest_needed(base, folded, WINDOW, KEEP, TILES)
     stands = folded_to(tile, base, folded, WINDOW, KEEP, TILES)
     past, start = (first - oldest).to(tl.int32), (oldest % R).to(tl.int32)
@@ -169,14 +221,7 @@ def whole_kernel(
                      known[:, None] & r_live[None, :], 0.0)  # fmt: skip
     kept = value.to(values.dtype)
     values = tl.where((e == past)[:, None], kept[None, :], values)
-    if PACKED:
-        top, bottom, unit_size = pack_digits(q, columns, K, BK // 4)
-        y = read_words(state, top, bottom, ASM).to(tl.float32) * unit_size
-    else:
-        vector = query
-        if SCALED:
-            vector *= tl.load(columns + kk, kk < K, 0.0).to(tl.float32)
-        y = tl.sum(state.to(tl.float32) * vector[None, :], 1)
+    y = _products(state, q, query, columns, K, SCALED, PACKED, ASM, BK)
     y = y * row_scale * (arrived * factor)
     y += tl.sum(tl.where(known | (e == past), weights, 0.0)[:, None] * values.to(tl.float32), 0)
     if HAS_Z:
@@ -186,8 +231,5 @@ def whole_kernel(
     tl.store(at_out, tl.where(here, y, 0.0).to(out.dtype.element_ty), r_live)
     own_at = start + past
     own_at = tl.where(own_at >= R, own_at - R, own_at)
-    tl.store(ring_v + own_at * V + r, kept, r_live & here)
-    is_first = here & (part == 0)
-    tl.store(ring_g + own_at, log_decay, is_first)
-    tl.store(ring_w + own_at, write, is_first)
-    tl.store(ring_k + own_at * K + kk, key, (kk < K) & is_first & (head % (HV // H) == 0))
+    _append(key, kept, log_decay, write, ring_k, ring_v, ring_g, ring_w, own_at, r, r_live & here,
+            here & (part == 0), head % (HV // H) == 0, K, V, BK)  # fmt: skip
