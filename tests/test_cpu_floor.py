@@ -37,6 +37,18 @@ def test_what_has_to_be_hidden_is_what_bytes_and_arithmetic_have_too_much():
     assert (found["hidden"], found["hidden_wanted"]) == (0.25, 0.5)
 
 
+def test_every_step_of_a_benchmark_costs_the_average_of_a_fold_cycle():
+    layer = LayerSpec(Write.DELTA, Decay.SCALAR, 2, 4, 16, 16)
+    run = replay(layer, (Format.F32, ReadDepth.FULL), WINDOW, WINDOW, [], torch.bfloat16)
+    ring = run.store.spec.ring
+    for _ in range(WINDOW + 1):
+        plan = run.plan()
+        positions = zip(plan.base, plan.folded, plan.committed, strict=True)
+        unfolded = [c - ring.folded_to(0, int(b), int(c)) for b, _, c in positions]
+        assert sorted(unfolded) == list(range(WINDOW))
+        run.folded, run.committed = run.committed, run.committed + 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", [Decay.SCALAR, Decay.CHANNEL])
 @pytest.mark.parametrize("fmt", [Format.F32, Format.Q24])
