@@ -149,9 +149,10 @@ class Replay:
     def __post_init__(self) -> None:
         window = self.store.spec.ring.window
         self.slots = np.arange(self.rows)
-        self.base = np.arange(self.rows) % window
-        self.folded = self.base.copy()
-        self.committed = self.base.copy()
+        # admitted long ago: a row whose base is recent has fewer entries than its position says
+        self.base = np.zeros(self.rows, np.int64)
+        self.folded = window + np.arange(self.rows) % window
+        self.committed = self.folded.copy()
         self.depths = [self.depth] * self.rows
         at = self.store.spec.layer
         self.out = torch.empty(self.rows, 1, at.value_heads, at.value_dim)

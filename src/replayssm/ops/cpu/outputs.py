@@ -213,10 +213,12 @@ def read_head(
         is_full: Whether both planes are read.
     """
     beside = here.high + ROWS_AHEAD * here.high_row
-    fetch_bytes(beside, BESIDE)
+    # the pull-back of a single query fetches planes itself
+    burst = BESIDE if length > 1 else 0
+    fetch_bytes(beside, burst)
     first = position % at.ring_len
     pull_all(at, s, here, then, parents, row, past, first, skip, length)
-    fetch_bytes(beside + BESIDE, BESIDE)
+    fetch_bytes(beside + burst, burst)
     entry_parts(at, s, here, parents, row, past, first, length)
     unit = ONE
     if at.is_scaled:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from replayssm.ops.cpu.common import IS_F32, load_as
 from replayssm.ops.cpu.entries import fetch_entry
 from replayssm.ops.cpu.layout import GROUP, Geometry, HeadAt, NextAt, Scratch
-from replayssm.ops.cpu.read import dots_scratch
+from replayssm.ops.cpu.read import ROWS_AHEAD, dots_scratch, fetch_bytes
 from replayssm.ops.cpu.vector import (
     LANES,
     Vec,
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     Parents = NDArray[np.int64]
 
 ONE = single(1.0)
+# bytes of a plane fetched beside every entry that is passed
+PLANE_BYTES = 256
 
 
 @inlined
@@ -55,8 +57,29 @@ def ring_index(at: Geometry, first: int, entry: int) -> int:
 
 
 @inlined
+def fetch_beside(at: Geometry, here: HeadAt, then: NextAt, first: int, passed: int) -> None:
+    """Fetch an entry of the next head and a little of this head's plane, beside one that is passed.
+
+    Little by little: a burst takes all lines that may be in flight, and what follows waits for it.
+    Oldest first while newest are passed: prefetchers of the machine follow ascending addresses.
+    """
+    fetch_entry(at, here, then, ring_index(at, first, passed))
+    plane = here.high + ROWS_AHEAD * here.high_row
+    fetch_bytes(plane + passed * PLANE_BYTES, PLANE_BYTES)
+
+
+@inlined
 def pull_additive(
-    at: Geometry, s: Scratch, parents: Parents, row: int, past: int, skip: int, token: int
+    at: Geometry,
+    s: Scratch,
+    here: HeadAt,
+    then: NextAt,
+    parents: Parents,
+    row: int,
+    past: int,
+    first: int,
+    skip: int,
+    token: int,
 ) -> None:
     """Pull one query back through additive entries with one decay a head.
 
@@ -66,6 +89,8 @@ def pull_additive(
     match, c = s.matches + token * at.entry_row + 4 * skip, s.c + token * at.entry_row
     run, j = ONE, past + token
     while j >= 0:
+        if token == 0:
+            fetch_beside(at, here, then, first, past - j)
         put(c + 4 * j, get(strength + 4 * j) * run * get(match + 4 * j))
         run = run * get(decay + 4 * j)
         j = before(parents, row, past, j)
@@ -112,7 +137,7 @@ def pull_one(
     """Pull one query back entry by entry: delta writes, or one decay per key channel.
 
     Channel decays come from the ring: their exp is computed while a match is summed, for which the
-    carry has to wait. The next head's entries are fetched one by one meanwhile.
+    carry has to wait.
     """
     step, strength = at.key_row, s.strength + 4 * skip
     keys, decay = s.keys + skip * step, s.decay + 4 * skip
@@ -120,9 +145,8 @@ def pull_one(
     copy_row(x, s.queries + token * step, step)
     while j >= 0:
         key, a, gate = keys + j * step, zero(), splat(ONE)
-        index = ring_index(at, first, j)
-        gates = here.g + index * here.g_entry
-        fetch_entry(at, here, then, index)
+        gates = here.g + ring_index(at, first, j) * here.g_entry
+        fetch_beside(at, here, then, first, past + token - j)
         for i in range(0, step, 4 * LANES):
             a = fma(load(key + i), load(x + i), a)
         match = get(strength + 4 * j) * total(a)
@@ -237,7 +261,7 @@ def pull_all(
     """
     if not at.is_delta and not at.per_channel:
         for t in range(length):
-            pull_additive(at, s, parents, row, past, skip, t)
+            pull_additive(at, s, here, then, parents, row, past, first, skip, t)
         return
     for t in range(0, length, GROUP):
         if length - t == 1:

@@ -228,8 +228,8 @@ def run_item(
     if head == key_head * per_key:
         # the block's entries are none of those that other items gather, whatever their order
         append_keys(at, rings, blk, row, slot, key_head, first, length)
-    # one query, nothing to fold, an entry at a time
-    is_serial = length == 1 and skip == 0 and (at.is_delta or at.per_channel) and own is None
+    # one query, nothing to fold: its pull-back fetches for the next head
+    is_serial = length == 1 and skip == 0 and own is None
     for h in range(head, stop_head):
         next_row, next_head = row, h + 1
         if next_head == stop_head:
