@@ -11,32 +11,33 @@ from replayssm.evaluate.arms import STANDARD, TODAY
 from replayssm.evaluate.plan import Plan
 
 
-def second(code: str) -> subprocess.Popen[bytes]:
+def other(code: str) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
     return subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe)
 
 
-def test_an_arm_is_ready_when_the_second_process_names_it():
-    with second(
+def test_an_arm_is_ready_when_the_other_process_names_it():
+    with other(
         "import sys; sys.stdin.buffer.read(); print('standard f32'); print('standard bf16')"
     ) as child:
-        ready = _Ready(child, [], None, 16)
+        ready = _Ready(child, ())
         ready(STANDARD)
         assert ready._done == {STANDARD.name}
 
 
-def test_nobody_waits_for_a_second_process_that_has_ended():
-    with second("import sys; sys.stdin.buffer.read(); print('standard f32')") as child:
-        ready = _Ready(child, [], None, 16)
+def test_nobody_waits_for_a_process_that_has_ended():
+    with other("import sys; sys.stdin.buffer.read(); print('standard f32')") as child:
+        ready = _Ready(child, ())
         ready(TODAY)
         assert ready._done == {STANDARD.name}
 
 
 @pytest.mark.slow
-def test_the_second_process_leaves_compiled_kernels(subject, tmp_path, monkeypatch):
+def test_the_other_processes_leave_compiled_kernels(subject, tmp_path, monkeypatch):
     pytest.importorskip("numba")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with compiled_ahead(subject, Plan("random-gdn", arms=(STANDARD,))) as ready:
         ready(STANDARD)
-    assert list(tmp_path.rglob("*.nbi"))
+    kernels = {path.name.partition("-")[0] for path in tmp_path.rglob("*.nbi")}
+    assert kernels == {"standard.standard_serial", "standard.standard_parallel"}

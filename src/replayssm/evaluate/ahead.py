@@ -1,7 +1,9 @@
-"""Kernels compiled ahead: a second process compiles while section 1 keeps one core busy.
+"""Kernels compiled ahead: two more processes compile while section 1 keeps one core busy.
 
-Compiled kernels are cached on disk. So a kernel that the second process has run needs no compiling
-in this one, and the first evaluation on a machine takes little longer than the next.
+Compiled kernels are cached on disk. So a kernel that another process has run needs no compiling in
+this one, and the first evaluation on a machine takes little longer than the next. One of the two
+compiles what runs in the calling thread, the other what is spread over threads, which takes as
+long.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,10 +38,10 @@ STATE_ELEMENTS = 1 << 18
 
 @contextmanager
 def compiled_ahead(subject: Subject, plan: Plan) -> Iterator[Callable[[Arm], None]]:
-    """Compile the kernels of all arms in a second process; give what waits for those of one.
+    """Compile the kernels of all arms in other processes; give what waits for those of one.
 
     Does nothing where no kernels are compiled, or where the run itself is to use one thread. What
-    the second process could not compile, the caller's own first call will.
+    those processes could not compile, the caller's own first call will.
 
     Args:
         subject: The model, loaded.
@@ -51,24 +53,29 @@ def compiled_ahead(subject: Subject, plan: Plan) -> Iterator[Callable[[Arm], Non
         return
     spec = one_geometry(tuple(mixer.spec for mixer in find_mixers(subject.model)[0]))
     arms = sorted(plan.arms, key=lambda arm: not is_exact(arm))
-    command = [sys.executable, "-m", "replayssm.evaluate.ahead"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as child:
-        try:
-            yield _Ready(child, arms, spec, plan.scope.window)
-        finally:
-            child.kill()
+    command, pipe = [sys.executable, "-m", "replayssm.evaluate.ahead"], subprocess.PIPE
+    with ExitStack() as stack:
+        waits = []
+        for is_spread in (False, True):
+            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            stack.enter_context(child)
+            stack.callback(child.kill)
+            waits.append(_Ready(child, (arms, spec, plan.scope.window, is_spread)))
+
+        def ready(arm: Arm) -> None:
+            for wait in waits:
+                wait(arm)
+
+        yield ready
 
 
 class _Ready:
-    """Waits for a second process to have run an arm; for nothing once that process has ended."""
+    """Waits for another process to have run an arm; for nothing once that process has ended."""
 
-    def __init__(
-        self, child: subprocess.Popen[bytes], arms: list[Arm], spec: LayerSpec, window: int
-    ) -> None:
+    def __init__(self, child: subprocess.Popen[bytes], task: object) -> None:
         if child.stdin is None or child.stdout is None:
-            raise RuntimeError("the second process has no pipes")
-        child.stdin.write(pickle.dumps((arms, spec, window)))
+            raise RuntimeError("the other process has no pipes")
+        child.stdin.write(pickle.dumps(task))
         child.stdin.close()
         self._lines = child.stdout
         self._done: set[str] = set()
@@ -81,20 +88,19 @@ class _Ready:
             self._done.add(line.decode().strip())
 
 
-def run_once(arm: Arm, spec: LayerSpec, window: int) -> None:
-    """Run an arm's kernels in the calling thread, then spread over threads."""
+def run_once(arm: Arm, spec: LayerSpec, window: int, *, is_spread: bool) -> None:
+    """Run an arm's kernels, in the calling thread or spread over threads."""
     rows = -(-STATE_ELEMENTS // spec.state_elements)
     runner = Runner(arm, Shape(spec, 1, rows, window), make_blocks(spec, rows, 0, 1))
-    with one_thread():
+    with nullcontext() if is_spread else one_thread():
         runner.step()
-    runner.step()
 
 
 def main() -> None:
-    """Be the second process: read from the first what to run, name each arm that is done."""
-    arms, spec, window = pickle.load(sys.stdin.buffer)
+    """Be one of the others: read from the first what to run, name each arm that is done."""
+    arms, spec, window, is_spread = pickle.load(sys.stdin.buffer)
     for arm in arms:
-        run_once(arm, spec, window)
+        run_once(arm, spec, window, is_spread=is_spread)
         print(arm.name, flush=True)
 
 

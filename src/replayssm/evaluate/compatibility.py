@@ -129,11 +129,14 @@ def _agreements(
     scope, agreements = plan.scope, []
     arms = [arm for arm in plan.arms if is_exact(arm)]
     candidates = [arm for arm in arms if arm.is_replay]
+    known = {}
+    # transformers first: it needs none of the kernels that the arms may have to wait for
     for prefill in scope.prefills:
         texts = held_out(subject, 1, prefill + scope.steps, plan.seed + prefill)
         ids = torch.from_numpy(texts.ids)
-        expected = _decode(subject, None, ids, prefill, 1, scope.window)
+        known[prefill] = ids, _decode(subject, None, ids, prefill, 1, scope.window)
         tick(f"transformers, prompt {prefill}")
+    for prefill, (ids, expected) in known.items():
         # the standard arm is checked once: it is the baseline elsewhere, not a candidate
         for arm in arms if prefill == scope.prefills[0] else candidates:
             ready(arm)

@@ -10,7 +10,7 @@ through the arm's own state.
 from __future__ import annotations
 
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from threading import Lock
@@ -88,7 +88,8 @@ class ArmPrecision:
         recall: By kind and length.
         recall_all: All probes together.
         recall_drop: Against the reference, probe by probe; None for itself.
-        seconds: Time this arm took, beside others where cores allow it.
+        seconds: Time this arm took, beside others where cores allow it, and waiting for the
+            reference's distributions.
     """
 
     arm: str
@@ -161,12 +162,9 @@ def run(subject: Subject, plan: Plan, tick: Callable[[str], None]) -> PrecisionR
     texts = held_out(subject, plan.scope.text_rows, plan.scope.buckets[-1], plan.seed)
     groups = _groups(subject, texts, plan)
     questions = tuple(q for group in groups for q in group.questions)
-    first, *others = plan.arms
-    with enabled(subject.model, first, window=plan.scope.window, max_block=plan.scope.block):
-        reference = _decode_arm(subject.model, first, groups, plan, None, tick)
-    decoded = _decode_others(subject, others, groups, plan, reference, tick)
-    results = [_score(first, reference, None, texts, questions, plan)]
-    for arm, scores in zip(others, decoded, strict=True):
+    reference, *others = _decode_arms(subject, groups, plan, tick)
+    results = [_score(plan.arms[0], reference, None, texts, questions, plan)]
+    for arm, scores in zip(plan.arms[1:], others, strict=True):
         results.append(_score(arm, scores, reference, texts, questions, plan))
     return PrecisionResult(tuple(results), len(texts.ids), len(questions), plan.scope.block)
 
@@ -213,35 +211,36 @@ def _batches(
     return groups
 
 
-def _decode_others(
-    subject: Subject,
-    arms: list[Arm],
-    groups: list[_Group],
-    plan: Plan,
-    reference: _Scores,
-    tick: Callable[[str], None],
+def _decode_arms(
+    subject: Subject, groups: list[_Group], plan: Plan, tick: Callable[[str], None]
 ) -> list[_Scores]:
-    """Decode the arms of a small model side by side, each on one thread."""
+    """Decode under every arm; of a small model several side by side, each on one thread."""
     is_shared = subject.is_small and subject.model.device.type == "cpu"
     workers = torch.get_num_threads() if is_shared else 1
     lock, scope = Lock(), plan.scope
+    reference: Future[_Scores] = Future()
 
     def tell(what: str) -> None:
         with lock:
             tick(what)
 
     def decode(model: PreTrainedModel, arm: Arm) -> _Scores:
-        with one_thread() if workers > 1 else nullcontext():
-            return _decode_arm(model, arm, groups, plan, reference, tell)
+        try:
+            with one_thread() if workers > 1 else nullcontext():
+                return _decode_arm(model, arm, groups, plan, reference, tell)
+        except Exception as error:
+            if arm is plan.arms[0] and not reference.done():
+                reference.set_exception(error)  # the others would wait for ever
+            raise
 
     with ExitStack() as stack:
         # one after the other: enabling changes the modeling module that all twins share
-        models = [twin(subject.model) for _ in arms]
-        for model, arm in zip(models, arms, strict=True):
+        models = [twin(subject.model) for _ in plan.arms]
+        for model, arm in zip(models, plan.arms, strict=True):
             stack.enter_context(enabled(model, arm, window=scope.window, max_block=scope.block))
         pool = ThreadPoolExecutor(workers)
         stack.callback(pool.shutdown, cancel_futures=True)
-        return list(pool.map(decode, models, arms))
+        return list(pool.map(decode, models, plan.arms))
 
 
 def _decode_arm(
@@ -249,20 +248,24 @@ def _decode_arm(
     arm: Arm,
     groups: list[_Group],
     plan: Plan,
-    reference: _Scores | None,
+    reference: Future[_Scores],
     tick: Callable[[str], None],
 ) -> _Scores:
-    right: list[bool] = []
+    """Decode all groups; the first arm gives ``reference`` what the others' texts wait for."""
+    is_first, right = arm is plan.arms[0], {}
     scores: _Scores | None = None
     start = time.perf_counter()
-    for group in groups:
-        scored, answers = _decode_group(model, group, plan.scope, reference)
-        right += answers
-        scores = scored or scores
+    for group in sorted(groups, key=lambda g: bool(g.texts) is not is_first):
+        known = reference.result() if group.texts and not is_first else None
+        scored, right[id(group)] = _decode_group(model, group, plan.scope, known)
+        if scored is not None:
+            scores = scored
+            if is_first:
+                reference.set_result(scored)
         tick(f"{arm.name}, {group.ids.shape[1]} tokens")
     if scores is None:
         raise RuntimeError("no group held the held-out texts")
-    scores.right = np.array(right, bool)
+    scores.right = np.array([hit for group in groups for hit in right[id(group)]], bool)
     scores.seconds = time.perf_counter() - start
     return scores
 

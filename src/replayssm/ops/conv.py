@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -49,26 +49,38 @@ def conv_(
     y = torch.zeros(x.shape, device=x.device)
     if bias is not None:
         y += bias.float()
-    for tap, index in enumerate(_taps(plan, x.shape[1], width)):
-        column = _on(ring, index).unsqueeze(-1).expand(x.shape)
-        y += weight[:, tap].float() * source.gather(1, column)
+    for tap, read in enumerate(_reads(ring, plan, source, x.shape[1])):
+        y += weight[:, tap].float() * read
     is_real = np.arange(x.shape[1]) < plan.lengths[:, None]
     rows, tokens = is_real.nonzero()
     at = (first[rows] + tokens) % ring.shape[1]
     ring[_on(ring, slots[rows]), _on(ring, at)] = inputs[_on(ring, rows), _on(ring, tokens)]
-    return torch.where(_on(ring, is_real).unsqueeze(-1), y, 0.0).to(x.dtype)
+    if not is_real.all():
+        y = torch.where(_on(ring, is_real).unsqueeze(-1), y, 0.0)
+    return y.to(x.dtype)
 
 
-def _taps(plan: BlockPlan, tokens: int, width: int) -> list[NDArray[np.int64]]:
-    """Return, per tap and oldest first, which input every token reads: ``[B, T]`` each.
+def _reads(ring: Tensor, plan: BlockPlan, source: Tensor, tokens: int) -> Iterator[Tensor]:
+    """Yield, per tap and oldest first, the inputs that all tokens read: ``[B, T, C]`` each."""
+    width = source.shape[1] - tokens + 1
+    if plan.parents is None:
+        for tap in range(width):
+            yield source[:, tap : tap + tokens]
+        return
+    for index in _taps(plan.parents, tokens, width):
+        column = _on(ring, index).unsqueeze(-1).expand(-1, -1, source.shape[2])
+        yield source.gather(1, column)
+
+
+def _taps(nodes: NDArray[np.int64], tokens: int, width: int) -> list[NDArray[np.int64]]:
+    """Return, per tap and oldest first, which input every token of trees reads: ``[B, T]`` each.
 
     Inputs are numbered as they are laid out for reading: ``width - 1`` of history, then the block.
     """
-    past, shape = width - 1, (plan.rows, tokens)
+    past, shape = width - 1, (len(nodes), tokens)
     parents = np.broadcast_to(np.arange(-1, tokens - 1), shape).copy()
-    if plan.parents is not None:
-        parents[:, : plan.parents.shape[1]] = plan.parents
-    history = np.broadcast_to(np.arange(-1, past - 1), (plan.rows, past))
+    parents[:, : nodes.shape[1]] = nodes
+    history = np.broadcast_to(np.arange(-1, past - 1), (len(nodes), past))
     before = np.concatenate([history, parents + past], 1)
     taps = [np.broadcast_to(np.arange(past, past + tokens), shape)]
     for _ in range(past):
