@@ -35,7 +35,7 @@ LAYERS = {
 UNFOLDING = ("products_kernel", "chain_kernel", "read_kernel", "conv_kernel")
 # bytes of a thread that do not fit its registers: folds of a delta layer's scaled planes, and what
 # joins both planes for several tokens
-SPILLED_FOLD, SPILLED_READ = 64, 8
+SPILLED_FOLD, SPILLED_READ = 80, 8
 TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
@@ -116,13 +116,15 @@ def test_reads_of_both_planes_keep_to_their_registers_on_an_h200(
 
 @pytest.mark.parametrize("fmt", ["f32", "s32", "q24", "q16", "bf16"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_folds_of_large_batches_keep_to_their_registers_on_an_h200(name: str, fmt: str) -> None:
+def test_folds_keep_to_their_registers_on_an_h200(name: str, fmt: str) -> None:
     from replayssm.ops.triton.aot import compile_call
 
-    (call,) = calls(name, fmt, 1, ReadDepth.HIGH)["due_kernel"]
-    found = compile_call(call, "sm_90")
-    assert found.spilled is not None
-    assert found.spilled <= (SPILLED_FOLD if name == "gdn" and fmt in ("q24", "q16") else 0), found
+    has_spills = name != "mamba2" and fmt in ("q24", "q16")
+    for rows in (64, 256) if has_spills else (256,):
+        (call,) = calls(name, fmt, 1, ReadDepth.HIGH, rows)["due_kernel"]
+        found = compile_call(call, "sm_90")
+        assert found.spilled is not None
+        assert found.spilled <= (SPILLED_FOLD if has_spills else 0), f"{rows} rows: {found}"
 
 
 @pytest.mark.parametrize("fmt", ["f32", "s32", "q24", "q16", "bf16"])
