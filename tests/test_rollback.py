@@ -25,9 +25,10 @@ def pool(max_block, keep, **kwargs):
     return StatePool(LAYERS, 3, ring=ring, **kwargs)
 
 
-# the reference takes minutes for as many rounds
+# the reference takes minutes for as many rounds as the kernels
 ROUNDS = [
-    pytest.param(Impl.AUTO, 2000),
+    pytest.param(Impl.AUTO, 500),
+    pytest.param(Impl.AUTO, 2000, marks=pytest.mark.slow),
     pytest.param(Impl.REFERENCE, 200),
     pytest.param(Impl.REFERENCE, 2000, marks=pytest.mark.slow),
 ]
