@@ -1,8 +1,9 @@
-"""The least time that a step's bytes take on a device: a kernel that moves them and does nothing.
+"""What a step's bytes take on a device by themselves: a kernel that moves them, nothing more.
 
 It reads the planes that a step reads, rewrites those of rows that fold, reads live entries and
 inputs, appends entries and writes outputs, each once and in one launch, with no order among them.
-Whatever a replay step computes, it moves at least these bytes, so it is not faster.
+A replay step moves at least these bytes. The floor is the fastest of a few shapes: a measurement,
+no proof that no other kernel could move them faster.
 """
 
 from __future__ import annotations

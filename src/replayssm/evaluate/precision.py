@@ -255,6 +255,7 @@ def _decode_arm(
     is_first, right = arm is plan.arms[0], {}
     scores: _Scores | None = None
     start = time.perf_counter()
+    # texts come first under the reference and last under the others, which wait for its answers
     for group in sorted(groups, key=lambda g: bool(g.texts) is not is_first):
         known = reference.result() if group.texts and not is_first else None
         scored, right[id(group)] = _decode_group(model, group, plan.scope, known)

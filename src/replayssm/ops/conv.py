@@ -49,7 +49,7 @@ def conv_(
     y = torch.zeros(x.shape, device=x.device)
     if bias is not None:
         y += bias.float()
-    for tap, read in enumerate(_reads(ring, plan, source, x.shape[1])):
+    for tap, read in enumerate(_reads(plan, source, x.shape[1])):
         y += weight[:, tap].float() * read
     is_real = np.arange(x.shape[1]) < plan.lengths[:, None]
     rows, tokens = is_real.nonzero()
@@ -60,7 +60,7 @@ def conv_(
     return y.to(x.dtype)
 
 
-def _reads(ring: Tensor, plan: BlockPlan, source: Tensor, tokens: int) -> Iterator[Tensor]:
+def _reads(plan: BlockPlan, source: Tensor, tokens: int) -> Iterator[Tensor]:
     """Yield, per tap and oldest first, the inputs that all tokens read: ``[B, T, C]`` each."""
     width = source.shape[1] - tokens + 1
     if plan.parents is None:
@@ -68,7 +68,7 @@ def _reads(ring: Tensor, plan: BlockPlan, source: Tensor, tokens: int) -> Iterat
             yield source[:, tap : tap + tokens]
         return
     for index in _taps(plan.parents, tokens, width):
-        column = _on(ring, index).unsqueeze(-1).expand(-1, -1, source.shape[2])
+        column = _on(source, index).unsqueeze(-1).expand(-1, -1, source.shape[2])
         yield source.gather(1, column)
 
 

@@ -174,6 +174,13 @@ def _vectors_and_weights(
 
 
 @triton.jit
+def _newer_values(reading, ring_v, rows, rows_live, V: tl.constexpr):
+    """Return the values ``[NE, rows]`` of the entries that stay in the ring."""
+    _, _, _, _, _, _, _, _, at_e, unread, _, _ = reading
+    return load_values(ring_v, at_e, unread, rows, rows_live, V)
+
+
+@triton.jit
 def _read_folded(
     reading, taken, top, rest, newer, row_scale, rows, rows_live,
     FORMAT: tl.constexpr, DEPTH: tl.constexpr, T: tl.constexpr, SCALED: tl.constexpr,
@@ -236,7 +243,7 @@ def _fold_by_products(
         state = _fold_products(state, values, near, far, carry, solve, strength, upto,
                                DELTA, SPLIT, FR, FE, SLICES)  # fmt: skip
         if reading is not None:
-            newer = load_values(ring_v, reading[8], reading[9], rows, rows_live, V)
+            newer = _newer_values(reading, ring_v, rows, rows_live, V)
         row_scale = 1.0
         if SCALED:
             if DELTA:
