@@ -100,6 +100,18 @@ def test_every_kernel_compiles(name: str, target: str, rows: int) -> None:
             compile_call(call, target)
 
 
+@pytest.mark.parametrize("rows", [2, 64])
+@pytest.mark.parametrize("tokens", [2, 3, 4, 5, 7, 8, 33])
+def test_programs_of_a_pull_back_take_whole_value_heads(tokens: int, rows: int) -> None:
+    # a token of one program would read entries of its block that another program still appends
+    at = LAYERS["mamba2"]
+    (call,) = calls("mamba2", "f32", tokens, ReadDepth.HIGH, rows)["products_kernel"]
+    lines = call.constants["LINES"]
+    assert lines % tokens == 0
+    assert lines <= call.constants["BL"]
+    assert lines * call.grid[2] >= at.heads_per_key * tokens
+
+
 @pytest.mark.parametrize("fmt", ["s32", "q24"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("tokens", [1, 4])

@@ -152,6 +152,8 @@ CASES = [
     Case(ODD[D, C], "q16", FULL, tokens=3, keep=1),
     Case(ODD[A, S], "q16", None),
     Case(ODD[A, C], "s32", HIGH, tokens=2, tiles=4),
+    # lines of a key head that fill several programs
+    *(Case(layer(A, S, 1, 16, 20, 24), "f32", FULL, tokens=t) for t in (5, 7)),
     *(Case(at, "f32", FULL, tokens=5, is_tree=True, window=6) for at in ODD.values()),
     *(Case(ODD[D, S], "q24", FULL, regime=r) for r in (Regime.CLOSED, Regime.RESET, Regime.OPEN)),
     *(Case(ODD[A, S], "f32", FULL, regime=r) for r in (Regime.CLOSED, Regime.HUGE_WRITES)),

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from replayssm.types import Block
 
 
-# value heads and tokens that a warp of the pull-back carries, one a lane
-LINES = 32
+# of a warp of the pull-back of additive writes: each carries a token of a value head
+LANES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +215,14 @@ def _pull_back(
         "BK": power_of_two(at.key_dim), "BV": power_of_two(at.value_dim),
     }  # fmt: skip
     if is_parallel(spec):
-        held = LINES * how.pull_warps
-        grid = (rows, at.key_heads, -(-at.heads_per_key * tokens // held))
+        lanes = max(LANES * how.pull_warps, power_of_two(tokens))
+        # a token needs what its program appended of those before it: value heads stay whole
+        held = lanes // tokens
+        grid = (rows, at.key_heads, -(-at.heads_per_key // held))
         products = torch.empty(math.prod(grid) * tokens * (entries + 1), device=device)
         args = (*args[:16], products, *args[17:])
         constants = {n: x for n, x in constants.items() if n not in ("DELTA", "CHANNEL")}
-        kernel, constants["BL"] = products_kernel, held
+        kernel, constants["LINES"], constants["BL"] = products_kernel, held * tokens, lanes
     else:
         heads = at.heads_per_key if is_scalar else 1
         constants["BL"] = power_of_two(heads * tokens)

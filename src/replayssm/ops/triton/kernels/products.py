@@ -128,11 +128,13 @@ def products_kernel(
     T: tl.constexpr, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, GATES: tl.constexpr, SKIP: tl.constexpr, NORM: tl.constexpr,
-    ASM: tl.constexpr, EARLY: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    ASM: tl.constexpr, EARLY: tl.constexpr, LINES: tl.constexpr, BL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Additive writes, scalar decays: products of keys and running products of decays alone.
 
-    A program has up to ``BL`` lines of one key head, a line a lane. ``products`` is memory for
+    A program has up to ``LINES`` lines of one key head, a line a lane of ``BL``: whole value heads,
+    as a token needs what its own program appended of those before it. ``products`` is memory for
     what tensor cores make and lanes take, ``T * (NE + 1)`` numbers a program.
     """
     row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -141,14 +143,15 @@ def products_kernel(
                          and q.dtype.element_ty == tl.bfloat16)  # fmt: skip
     if EARLY:
         gdc_launch_dependents()
-    line = tl.program_id(2) * BL + tl.arange(0, BL)
+    lane = tl.arange(0, BL)
+    line = tl.program_id(2) * LINES + lane
     t, head = line % T, h * per + line // T
     slot = tl.maximum(tl.load(plan + SLOT * rows + row), 0)
     base = tl.load(plan + BASE * rows + row)
     first = tl.load(plan + COMMITTED * rows + row)
     before = tl.load(plan + FOLDED * rows + row)
     length = tl.load(plan + LENGTH * rows + row).to(tl.int32)
-    live = (line < per * T) & (t < length)
+    live = (lane < LINES) & (line < per * T) & (t < length)
     folded = tl.maximum(before, first)
     oldest = oldest_needed(base, folded, WINDOW, KEEP, TILES)
     past, start = (first - oldest).to(tl.int32), (oldest % R).to(tl.int32)
