@@ -217,12 +217,13 @@ def results(args: argparse.Namespace) -> Iterator[report.Record]:
                         self_test=args.tiny)  # fmt: skip
         arms = chosen(args.arms)
         common = {"model": name, "parameters": size}
-        fits = min(largest(handle, arm, args) for arm in DECODE) // CHECKED * CHECKED
         try:
             errors: dict[str, float] = check(handle, arms, args)
         except Exception as error:
             errors = {}
             yield {**common, "check": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+        _free()
+        fits = min(largest(handle, arm, args) for arm in DECODE) // CHECKED * CHECKED
         for arm in arms:
             most = largest(handle, arm, args)
             about = {**common, "arm": arm.name, "tokens": arm.tokens, "kept": arm.kept,

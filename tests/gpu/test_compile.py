@@ -112,6 +112,20 @@ def test_programs_of_a_pull_back_take_whole_value_heads(tokens: int, rows: int) 
     assert lines * call.grid[2] >= at.heads_per_key * tokens
 
 
+@pytest.mark.parametrize("value_dim", [24, 48, 64, 80, 96, 112, 128, 160])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_chunks_cut_a_head_evenly(value_dim: int, tokens: int) -> None:
+    # rows of a chunk beyond the head are computed and thrown away
+    from replayssm.ops.triton.launch import choose_launch
+
+    at = LayerSpec(Write.ADDITIVE, Decay.SCALAR, 8, 96, key_dim=128, value_dim=value_dim)
+    spec = StorageSpec(at, Format.F32, RingSpec(window=16, max_block=tokens), torch.bfloat16)
+    how = choose_launch(spec, 256, tokens, torch.device("meta"))
+    for chunk in (how.chunk, how.fold_chunk):
+        count = -(-value_dim // chunk)
+        assert count * chunk - value_dim < 8 * count
+
+
 @pytest.mark.parametrize("fmt", ["s32", "q24"])
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("tokens", [1, 4])

@@ -95,11 +95,19 @@ def choose_launch(spec: StorageSpec, rows: int, tokens: int, device: torch.devic
             sizes = dict(rule["launch"])
             # a rule is measured at whole blocks: a smaller tile takes smaller ones
             whole = power_of_two(per_tile)
-            for name in {"chunk", "read_rows", "full_rows", "fold_chunk"} & sizes.keys():
+            for name in {"read_rows", "full_rows"} & sizes.keys():
                 sizes[name] = min(sizes[name], whole)
+            for name in {"chunk", "fold_chunk"} & sizes.keys():
+                sizes[name] = _share(per_tile, sizes[name])
             sizes["fold_rows"] = min(sizes["fold_rows"], max(whole, LEAST_FOLD))
             return Launch(**sizes)
     return default_launch(spec, rows)
+
+
+def _share(rows: int, chunk: int) -> int:
+    """Return chunks of about ``chunk`` rows that cut ``rows`` evenly, in eights of rows."""
+    count = max(1, round(rows / chunk))
+    return min(-(-rows // (8 * count)) * 8, power_of_two(rows))
 
 
 def choose_standard(
