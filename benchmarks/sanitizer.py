@@ -49,7 +49,7 @@ ROWS, WINDOW = 3, 4
 
 def launches(spec: StorageSpec) -> list[Launch]:
     """Return one way of launching for every set of kernels that can make a step."""
-    at = default_launch(spec, ROWS)
+    at = default_launch(spec)
     ways = [at, replace(at, early_read=True), replace(at, fold_programs=5)]
     if spec.layer.write is Write.ADDITIVE:
         ways += [replace(at, whole=True), replace(at, whole=True, fold_programs=1)]

@@ -110,7 +110,7 @@ def forced(case: Case) -> Iterator[None]:
         if case.launch is not None:
             return case.launch
         # one launch, or one of the tiles that fold beside the others
-        return replace(default_launch(spec, rows), whole=True, fold_programs=case.keep)
+        return replace(default_launch(spec), whole=True, fold_programs=case.keep)
 
     is_forced = case.is_whole or case.launch is not None
     with patch.object(host, "choose_launch", choose) if is_forced else nullcontext():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -89,25 +89,27 @@ def is_parallel(spec: StorageSpec) -> bool:
 
 def choose_launch(spec: StorageSpec, rows: int, tokens: int, device: torch.device) -> Launch:
     """Return how a layer is launched on ``device`` for a block of ``rows`` rows."""
-    per_tile = spec.layer.value_dim // spec.ring.tiles
     for rule in table_of(device)["rules"]:
         if _matches(rule["when"], spec.layer, spec.format.value, rows, tokens):
-            sizes = dict(rule["launch"])
-            # a rule is measured at whole blocks: a smaller tile takes smaller ones
-            whole = power_of_two(per_tile)
-            for name in {"read_rows", "full_rows"} & sizes.keys():
-                sizes[name] = min(sizes[name], whole)
-            for name in {"chunk", "fold_chunk"} & sizes.keys():
-                sizes[name] = _share(per_tile, sizes[name])
-            sizes["fold_rows"] = min(sizes["fold_rows"], max(whole, LEAST_FOLD))
-            return Launch(**sizes)
-    return default_launch(spec, rows)
+            return fitted(Launch(**rule["launch"]), spec)
+    return default_launch(spec)
 
 
-def _share(rows: int, chunk: int) -> int:
-    """Return chunks of about ``chunk`` rows that cut ``rows`` evenly, in eights of rows."""
-    count = max(1, round(rows / chunk))
-    return min(-(-rows // (8 * count)) * 8, power_of_two(rows))
+def fitted(launch: Launch, spec: StorageSpec) -> Launch:
+    """Return a launch for the tiles of a layer: rows within one, chunks that cut one evenly."""
+    per_tile = spec.layer.value_dim // spec.ring.tiles
+    whole = power_of_two(per_tile)
+
+    def share(chunk: int) -> int:
+        # rows of a chunk beyond the tile are computed and thrown away; they come in eights
+        count = max(1, round(per_tile / chunk))
+        return min(-(-per_tile // (8 * count)) * 8, whole)
+
+    return replace(
+        launch, chunk=share(launch.chunk), fold_chunk=share(launch.fold_chunk),
+        read_rows=min(launch.read_rows, whole), full_rows=min(launch.full_rows, whole),
+        fold_rows=min(launch.fold_rows, max(whole, LEAST_FOLD)),
+    )  # fmt: skip
 
 
 def choose_standard(
@@ -122,14 +124,9 @@ def choose_standard(
     return StandardLaunch(min(32 // dtype.itemsize, power_of_two(layer.value_dim)))
 
 
-def default_launch(spec: StorageSpec, rows: int) -> Launch:
+def default_launch(spec: StorageSpec) -> Launch:
     """Return the size rule for a device without a launch table."""
-    per_tile = spec.layer.value_dim // spec.ring.tiles
-    whole = power_of_two(per_tile)
-    if FORMATS[spec.format].scaled:
-        return Launch(per_tile, min(whole, 64), min(max(whole, LEAST_FOLD), 16))
-    read = min(whole, 16)
-    return Launch(min(per_tile, 64), read, max(read, LEAST_FOLD))
+    return fitted(Launch(64, 64 if FORMATS[spec.format].scaled else 16, 16), spec)
 
 
 def _matches(when: dict[str, Any], layer: LayerSpec, state: str, rows: int, tokens: int) -> bool:

@@ -25,6 +25,7 @@ from replayssm.ops.triton.launch import (
     StandardLaunch,
     choose_launch,
     choose_standard,
+    fitted,
 )
 from replayssm.ops.triton.scratch import Replayed, Rewritten, microseconds, outputs
 from replayssm.policy import Measured
@@ -165,10 +166,9 @@ def tune_replay(
     """Return the fastest launch found for a point, and its microseconds."""
     work = Replayed(point.spec, point.rows, point.tokens, point.depth, device)
     start = choose_launch(point.spec, point.rows, point.tokens, device)
-    tile = power_of_two(point.spec.layer.value_dim // point.spec.ring.tiles)
     names = [x.name for x in fields(Launch) if x.name in ALTERNATIVES]
     names.sort(key=list(ALTERNATIVES).index)
-    changes = [partial(_with, name=name, tile=tile) for name in names]
+    changes = [partial(_with, name=name, spec=point.spec) for name in names]
     return _descend(work, start, changes, device, passes, log)
 
 
@@ -236,12 +236,10 @@ def _descend(
     return best, fastest
 
 
-def _with(launch: Launch, name: str, tile: int) -> list[Launch]:
-    """Return the launches that differ from one in a single size, within a tile's value rows."""
-    most = tile if name in ("chunk", "read_rows", "fold_rows", "fold_chunk") else None
-    values = [x for x in ALTERNATIVES[name] if most is None or x <= most]
-    sizes: list[dict[str, Any]] = [{name: value} for value in values]
-    return [replace(launch, **size) for size in sizes]
+def _with(launch: Launch, name: str, spec: StorageSpec) -> list[Launch]:
+    """Return the launches of a layer that differ from one in a single size."""
+    sizes: list[dict[str, Any]] = [{name: value} for value in ALTERNATIVES[name]]
+    return [fitted(replace(launch, **size), spec) for size in sizes]
 
 
 def _time(
