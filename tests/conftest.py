@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib.util import find_spec
@@ -34,6 +35,8 @@ WHOLE_SUITE = 1000
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Share the kernels to compile among the workers of a whole run."""
+    # modules and collected tests live to the end: no collection of garbage has to visit them
+    gc.freeze()
     is_worker = hasattr(session.config, "workerinput")
     if is_worker and has_numba and len(session.items) > WHOLE_SUITE:
         from compile_kernels import compile_kernels

@@ -21,9 +21,14 @@ from replayssm.testing.factories import (
     take,
 )
 from replayssm.testing.guard import plane_digest, pool_digest
-from replayssm.types import Format, ReadDepth
+from replayssm.types import Format, Impl, ReadDepth
 
-ROUNDS = 512
+# the reference takes seconds for as many rounds as the kernels
+ROUNDS = [
+    pytest.param(Impl.REFERENCE, 128),
+    pytest.param(Impl.REFERENCE, 512, marks=pytest.mark.slow),
+    pytest.param(Impl.AUTO, 512),
+]
 RING = RingSpec(window=5, max_block=4)
 families = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f"{f[0]}-{f[1]}")
 formats = pytest.mark.parametrize("fmt", [Format.F32, Format.S32])
@@ -79,10 +84,11 @@ class Pair:
 
 @families
 @formats
-def test_512_rounds_that_reject_every_draft(impl, family, fmt):
-    pair = Pair(make_layer(*family, (1, 2), (18, 6)), impl, fmt, RING)
+@pytest.mark.parametrize(("which", "rounds"), ROUNDS)
+def test_rounds_that_reject_every_draft(which, rounds, family, fmt):
+    pair = Pair(make_layer(*family, (1, 2), (18, 6)), which, fmt, RING)
     rng = np.random.default_rng(0)
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         block = make_block(pair.layer, 1, 4, seed=turn)
         pair.verify(block, list(range(rng.integers(0, 2))))
         if not turn % 16:

@@ -29,7 +29,7 @@ def pool(max_block, keep, **kwargs):
 ROUNDS = [
     pytest.param(Impl.AUTO, 500),
     pytest.param(Impl.AUTO, 2000, marks=pytest.mark.slow),
-    pytest.param(Impl.REFERENCE, 200),
+    pytest.param(Impl.REFERENCE, 100),
     pytest.param(Impl.REFERENCE, 2000, marks=pytest.mark.slow),
 ]
 
@@ -79,7 +79,7 @@ def test_baselines_roll_back(impl, kind):
     report = check_rollback(
         LAYERS,
         lambda block, keep: kind(LAYERS, 3, max_block=block, impl=impl),
-        rounds=200,
+        rounds=100,
         keep=0,
         trees=False,
         settle=False,

@@ -39,7 +39,7 @@ SMALL = Scope(
     drafts=(1, 3),
     draft_rows=2,
     draft_prompt=32,
-    draft_tokens=65,
+    draft_tokens=33,
     verify_batch=2,
     rollbacks=60,
 )

@@ -33,11 +33,11 @@ def test_nobody_waits_for_a_process_that_has_ended():
 
 
 @pytest.mark.slow
-def test_the_other_processes_leave_compiled_kernels(subject, tmp_path, monkeypatch):
+def test_the_other_process_leaves_compiled_kernels(subject, tmp_path, monkeypatch):
     pytest.importorskip("numba")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with compiled_ahead(subject, Plan("random-gdn", arms=(STANDARD,))) as ready:
         ready(STANDARD)
     kernels = {path.name.partition("-")[0] for path in tmp_path.rglob("*.nbi")}
-    assert kernels == {"standard.standard_serial", "standard.standard_parallel"}
+    assert kernels == {"standard.standard_share", "standard.standard_shares"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -208,6 +210,13 @@ def drafting(kind, sequence, draft_handle):
     return drafter, FixedLength(6)
 
 
+@cache
+def continuation(name, start, tokens):
+    """Return ``start`` and the tokens of a plain decode behind it."""
+    ids = torch.tensor([start])
+    return generate(tiny.load(name), ids, tokens).sequences[0].tolist()
+
+
 def draft_model(handle, keep):
     decoder = Decoder(handle, keep=keep)
     return DraftModel(decoder.step, decoder.rollback)
@@ -220,7 +229,7 @@ def test_greedy_speculation_is_plain_decode(name, kind, tokens):
     """Losslessness, and classes 33, 99 and 102: acceptance is what an independent decode allows."""
     model, draft = tiny.load(name), tiny.load("draft-tiny")
     start = tiny.encode(TEXT * 3 + "def ") if tokens == 64 else list(tiny.heldout_text()[:200])
-    plain = generate(model, torch.tensor([start]), tokens).sequences[0].tolist()
+    plain = continuation(name, tuple(start), tokens)
     with (
         replayssm.enable(model, self_test=False) as handle,
         replayssm.enable(draft, self_test=False) as draft_handle,

@@ -1,9 +1,7 @@
-"""Kernels compiled ahead: two more processes compile while section 1 keeps one core busy.
+"""Kernels compiled ahead: another process compiles while section 1 keeps one core busy.
 
 Compiled kernels are cached on disk. So a kernel that another process has run needs no compiling in
-this one, and the first evaluation on a machine takes little longer than the next. One of the two
-compiles what runs in the calling thread, the other what is spread over threads, which takes as
-long.
+this one, and the first evaluation on a machine takes little longer than the next.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from replayssm.evaluate.compatibility import is_exact
-from replayssm.evaluate.session import one_thread
 from replayssm.evaluate.subject import one_geometry
 from replayssm.evaluate.workload import Runner, Shape, make_blocks
 from replayssm.models.registry import find_mixers
@@ -32,16 +29,17 @@ if TYPE_CHECKING:
     from replayssm.evaluate.subject import Subject
     from replayssm.types import LayerSpec
 
-# enough state for a call to be spread over threads, one byte an element
+# enough state for a call to be spread over threads, one byte an element: that takes both kernels,
+# the loop over threads and what one thread runs
 STATE_ELEMENTS = 1 << 18
 
 
 @contextmanager
 def compiled_ahead(subject: Subject, plan: Plan) -> Iterator[Callable[[Arm], None]]:
-    """Compile the kernels of all arms in other processes; give what waits for those of one.
+    """Compile the kernels of all arms in another process; give what waits for those of one.
 
     Does nothing where no kernels are compiled, or where the run itself is to use one thread. What
-    those processes could not compile, the caller's own first call will.
+    that process could not compile, the caller's own first call will.
 
     Args:
         subject: The model, loaded.
@@ -54,19 +52,11 @@ def compiled_ahead(subject: Subject, plan: Plan) -> Iterator[Callable[[Arm], Non
     spec = one_geometry(tuple(mixer.spec for mixer in find_mixers(subject.model)[0]))
     arms = sorted(plan.arms, key=lambda arm: not is_exact(arm))
     command, pipe = [sys.executable, "-m", "replayssm.evaluate.ahead"], subprocess.PIPE
-    with ExitStack() as stack:
-        waits = []
-        for is_spread in (False, True):
-            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-            stack.enter_context(child)
-            stack.callback(child.kill)
-            waits.append(_Ready(child, (arms, spec, plan.scope.window, is_spread)))
-
-        def ready(arm: Arm) -> None:
-            for wait in waits:
-                wait(arm)
-
-        yield ready
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as child:
+        try:
+            yield _Ready(child, (arms, spec, plan.scope.window))
+        finally:
+            child.kill()
 
 
 class _Ready:
@@ -88,19 +78,17 @@ class _Ready:
             self._done.add(line.decode().strip())
 
 
-def run_once(arm: Arm, spec: LayerSpec, window: int, *, is_spread: bool) -> None:
-    """Run an arm's kernels, in the calling thread or spread over threads."""
+def run_once(arm: Arm, spec: LayerSpec, window: int) -> None:
+    """Run an arm's kernels, spread over threads."""
     rows = -(-STATE_ELEMENTS // spec.state_elements)
-    runner = Runner(arm, Shape(spec, 1, rows, window), make_blocks(spec, rows, 0, 1))
-    with nullcontext() if is_spread else one_thread():
-        runner.step()
+    Runner(arm, Shape(spec, 1, rows, window), make_blocks(spec, rows, 0, 1)).step()
 
 
 def main() -> None:
-    """Be one of the others: read from the first what to run, name each arm that is done."""
-    arms, spec, window, is_spread = pickle.load(sys.stdin.buffer)
+    """Be the other: read from the first what to run, name each arm that is done."""
+    arms, spec, window = pickle.load(sys.stdin.buffer)
     for arm in arms:
-        run_once(arm, spec, window, is_spread=is_spread)
+        run_once(arm, spec, window)
         print(arm.name, flush=True)
 
 

@@ -18,8 +18,9 @@ import torch
 from replayssm.errors import ContractError
 from replayssm.ops.cpu import layout
 from replayssm.ops.cpu.layout import BlockAt
-from replayssm.ops.cpu.standard import standard_parallel, standard_serial
-from replayssm.ops.cpu.step import run_parallel, run_serial
+from replayssm.ops.cpu.spread import launch
+from replayssm.ops.cpu.standard import standard_share, standard_shares
+from replayssm.ops.cpu.step import run_share, run_shares
 from replayssm.types import ReadDepth
 
 if TYPE_CHECKING:
@@ -100,10 +101,8 @@ def _run(
     shares = _shares(plan.rows * store.spec.layer.state_elements * store.high.element_size())
     base = _workspace.address(shares * size)
     tensors = (at, layout.planes_at(store), layout.rings_at(store), where, scratch)
-    if shares == 1:
-        run_serial(*tensors, base, counts, parents, own, int(has_block))
-    else:
-        run_parallel(*tensors, base, size, counts, parents, own, int(has_block), shares)
+    args = (*tensors, counts, parents, own, int(has_block))
+    launch(run_share, run_shares, args, base, size, shares)
 
 
 def _parents(plan: BlockPlan, tokens: int) -> NDArray[np.int64]:
@@ -160,10 +159,7 @@ def standard_(
     counts = np.array((plan.slots, plan.lengths, *(to if targets is None else targets).T), np.int64)
     shares = _shares(plan.rows * state[0].numel() * state.element_size())
     base = _workspace.address(shares * size)
-    if shares == 1:
-        standard_serial(at, where, base, counts)
-    else:
-        standard_parallel(at, where, base, size, counts, shares)
+    launch(standard_share, standard_shares, (at, where, counts), base, size, shares)
     if target is not out:
         out.copy_(target)
     del alive

@@ -20,6 +20,7 @@ from replayssm.ops.cpu.common import (
 )
 from replayssm.ops.cpu.layout import BlockAt, StandardAt
 from replayssm.ops.cpu.read import AHEAD, LINE, fetch_inputs
+from replayssm.ops.cpu.spread import call_at
 from replayssm.ops.cpu.vector import (
     LANES,
     device,
@@ -298,11 +299,15 @@ def standard_item(
         copy_out(to, blk.out_kind, y, at.value_dim)
 
 
-@device
+@numba.njit(nogil=True, error_model="numpy", cache=True)
 def standard_share(
-    at: StandardAt, blk: BlockAt, base: int, counts: Counts, share: int, shares: int
+    at: StandardAt, blk: BlockAt, counts: Counts, base: int, share: int, shares: int
 ) -> None:
-    """Run one share: a run of neighbouring heads of every row."""
+    """Run one share of a standard step: a run of neighbouring heads of every row.
+
+    ``counts`` is ``[2 + T, B]``: slots, lengths, and the slot that each token's state goes to.
+    Memory per step and element: 4 bytes read and 4 written for fp32, 2 and 2 for bf16.
+    """
     rows, heads = counts.shape[1], at.value_heads
     for row in range(rows):
         part, then = (share + row) % shares, (share + row + 1) % shares
@@ -316,22 +321,10 @@ def standard_share(
             standard_item(at, blk, base, counts, length, row, head)
 
 
-@numba.njit(nogil=True, error_model="numpy", cache=True)
-def standard_serial(at: StandardAt, blk: BlockAt, base: int, counts: Counts) -> None:
-    """Run a standard step in the calling thread.
-
-    ``counts`` is ``[2 + T, B]``: slots, lengths, and the slot that each token's state goes to.
-    """
-    standard_share(at, blk, base, counts, 0, 1)
-
-
 @numba.njit(nogil=True, error_model="numpy", cache=True, parallel=True)
-def standard_parallel(
-    at: StandardAt, blk: BlockAt, base: int, size: int, counts: Counts, shares: int
+def standard_shares(
+    address: int, at: StandardAt, blk: BlockAt, counts: Counts, base: int, size: int, shares: int
 ) -> None:
-    """Run a standard step in ``shares`` shares, with scratch for every share.
-
-    Memory per step and element: 4 bytes read and 4 written for fp32, 2 and 2 for bf16.
-    """
+    """Run all shares of a standard step, spread over threads, with scratch for every share."""
     for share in numba.prange(shares):
-        standard_share(at, blk, base + share * size, counts, share, shares)
+        call_at(address, (at, blk, counts, base + share * size, share, shares))

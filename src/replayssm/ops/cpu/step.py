@@ -33,7 +33,8 @@ from replayssm.ops.cpu.layout import (
 from replayssm.ops.cpu.outputs import read_head
 from replayssm.ops.cpu.pullback import match_keys
 from replayssm.ops.cpu.read import fetch_bytes, fetch_inputs
-from replayssm.ops.cpu.vector import device, inlined
+from replayssm.ops.cpu.spread import call_at
+from replayssm.ops.cpu.vector import device, inlined, merged
 
 if TYPE_CHECKING:
     import numpy as np
@@ -162,7 +163,7 @@ def gather_row(
             match_keys(at, s, known + length, length)
 
 
-@inlined
+@merged
 def run_head(
     at: Geometry,
     s: Scratch,
@@ -188,7 +189,7 @@ def run_head(
         read_head(at, s, here, then, blk, out, parents, row, position, skip, past, length, full)
 
 
-@device
+@merged
 def run_item(
     at: Geometry,
     planes: PlanesAt,
@@ -251,24 +252,28 @@ def run_item(
             zero_outputs(at, blk, row, h, length)
 
 
-@device
+@numba.njit(nogil=True, error_model="numpy", cache=True)
 def run_share(
     at: Geometry,
     planes: PlanesAt,
     rings: RingsAt,
     blk: BlockAt,
-    s: Scratch,
+    scratch: Scratch,
     counts: Counts,
     parents: Parents,
     own: StandardAt | None,
+    has_block: int,
+    base: int,
     share: int,
     shares: int,
-    has_block: int,
 ) -> None:
     """Run one share: a run of neighbouring heads of every row, so that folds are spread evenly.
 
-    Where a row has fewer work items than there are shares, they are dealt out in turn.
+    Where a row has fewer work items than there are shares, they are dealt out in turn. ``counts``
+    is ``[6, B]``: slots, base, folded, committed, lengths and whether a read is full. ``parents``
+    is ``[B, T]``, of chains too. ``own`` is where exact mode prepares entries, or None.
     """
+    s = scratch_at(scratch, base)
     groups = (at.value_heads // at.key_heads + HEADS_PER_ITEM - 1) // HEADS_PER_ITEM
     per_row, rows = at.key_heads * groups, counts.shape[1]
     is_dealt = per_row < shares
@@ -301,43 +306,23 @@ def run_share(
             )
 
 
-@numba.njit(nogil=True, error_model="numpy", cache=True)
-def run_serial(
+@numba.njit(nogil=True, error_model="numpy", cache=True, parallel=True)
+def run_shares(
+    address: int,
     at: Geometry,
     planes: PlanesAt,
     rings: RingsAt,
     blk: BlockAt,
-    s: Scratch,
-    base: int,
+    scratch: Scratch,
     counts: Counts,
     parents: Parents,
     own: StandardAt | None,
     has_block: int,
-) -> None:
-    """Run a call in the calling thread.
-
-    ``counts`` is ``[6, B]``: slots, base, folded, committed, lengths and whether a read is full.
-    ``parents`` is ``[B, T]``, of chains too. ``own`` is where exact mode prepares entries, or None.
-    """
-    run_share(at, planes, rings, blk, scratch_at(s, base), counts, parents, own, 0, 1, has_block)
-
-
-@numba.njit(nogil=True, error_model="numpy", cache=True, parallel=True)
-def run_parallel(
-    at: Geometry,
-    planes: PlanesAt,
-    rings: RingsAt,
-    blk: BlockAt,
-    s: Scratch,
     base: int,
     size: int,
-    counts: Counts,
-    parents: Parents,
-    own: StandardAt | None,
-    has_block: int,
     shares: int,
 ) -> None:
-    """Run a call in ``shares`` shares, with ``size`` bytes of scratch each; as the serial run."""
+    """Run all shares of a call, spread over threads, with ``size`` bytes of scratch each."""
     for share in numba.prange(shares):
-        mine = scratch_at(s, base + share * size)
-        run_share(at, planes, rings, blk, mine, counts, parents, own, share, shares, has_block)
+        mine = (base + share * size, share, shares)
+        call_at(address, (at, planes, rings, blk, scratch, counts, parents, own, has_block, *mine))

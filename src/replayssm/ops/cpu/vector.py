@@ -79,6 +79,15 @@ def inlined(function: F) -> F:
     return cast("F", numba.njit(forceinline=True, **INNER)(function))
 
 
+def merged(function: F) -> F:
+    """Make a function part of its only caller before that is compiled.
+
+    A function that is compiled by itself is compiled again in its caller, and in the caller of
+    that: what holds most of a kernel would be so several times.
+    """
+    return cast("F", numba.njit(inline="always", **INNER)(function))
+
+
 def single(value: float) -> float:
     """Return an fp32 constant: a bare literal would turn the kernel's arithmetic into fp64."""
     return cast("float", np.float32(value))
