@@ -89,6 +89,34 @@ def test_long_blocks(family: tuple[Write, Decay], tokens: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("fmt", [Format.F32, Format.S32, Format.Q24])
+def test_folds_of_wide_heads(family: tuple[Write, Decay], fmt: Format) -> None:
+    """Keys and rows that fill whole tiles of a fold, and some that do not."""
+    layer = make_layer(*family, dims=(80, 37))
+    ours, block = make_store(layer, fmt), make_block(layer, 1, 9, seed=3)
+    cpu.step_(ours, make_plan([1], [9], [0]), block, [FULL], torch.empty_like(block.v))
+    theirs, after = clone_store(ours), make_plan([1], [1], [9], folded=[0])
+    cpu.fold_(ours, after)
+    reference.fold_(theirs, after)
+    got, wanted = (reference.decode_tile(s, 1, 0, FULL) for s in (ours, theirs))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_columns_look_at_finite_numbers_only(family: tuple[Write, Decay]) -> None:
+    layer = make_layer(*family, dims=(80, 37))
+    ours, block = make_store(layer, Format.Q24), make_block(layer, 1, 9, seed=3)
+    block.v[:, 1, :, 3], block.v[:, 2, :, 36] = torch.inf, torch.nan
+    cpu.step_(ours, make_plan([1], [9], [0]), block, [FULL], torch.empty_like(block.v))
+    theirs, after = clone_store(ours), make_plan([1], [1], [9], folded=[0])
+    cpu.fold_(ours, after)
+    reference.fold_(theirs, after)
+    assert torch.equal(ours.row_scale[1].isnan(), theirs.row_scale[1].isnan())
+    assert bool(ours.row_scale[1, :, 3].isnan().all())
+    torch.testing.assert_close(ours.columns, theirs.columns, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
 @pytest.mark.parametrize("fmt", [Format.Q24, Format.S32])
 def test_planes_do_not_know_blocks_rejections_or_depth(
     family: tuple[Write, Decay], fmt: Format
@@ -197,7 +225,9 @@ def write_head(at, here, state, columns, memory) -> None:
         copy_in(block + r * at.key_row, state + 4 * r * at.key_dim, 0, at.key_dim)
     encode.collect_amax(amax, block, at.value_dim, at.key_row)
     encode.set_columns(columns, inverse, amax, at.key_dim)
-    encode.encode_rows(at, here, inverse, 0, at.value_dim, block)
+    for r in range(0, at.value_dim, LANES):
+        rows = min(LANES, at.value_dim - r)
+        encode.encode_rows(at, here, inverse, r, rows, block + r * at.key_row)
 
 
 @numba.njit
@@ -218,7 +248,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a.view(bits) == b.view(bits)) | either).all())
 
 
-@pytest.mark.parametrize("keys", [32, 37])
+@pytest.mark.parametrize("keys", [32, 37, 85, 128])
 @pytest.mark.parametrize("fmt", list(Format))
 def test_planes_are_those_of_formats(fmt: Format, keys: int) -> None:
     layer, state = LayerSpec(Write.ADDITIVE, Decay.SCALAR, 1, 1, keys, 20), extremes(keys)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir
 
+from replayssm.formats import HIGH_MAX, ROW_SCALE_MIN
 from replayssm.ops.cpu.vector import (
     F32,
     I32,
@@ -25,6 +26,7 @@ from replayssm.ops.cpu.vector import (
     load,
     load_some,
     none,
+    pick,
     read_lanes,
     store,
     store_some,
@@ -35,7 +37,9 @@ from replayssm.ops.cpu.vector import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    Four = tuple[Vec, Vec, Vec, Vec]
 
 # codes of element types and formats inside kernels
 IS_F32, IS_BF16, IS_F16 = 0, 1, 2
@@ -86,14 +90,45 @@ def _store_s32(b: Any, high: Any, low: Any, x: Any, n: Any = None) -> None:  # n
     write_lanes(b, low, b.trunc(rest, I16), n)
 
 
+def _fixed(b: Any, x: Any, bits: int) -> Any:  # noqa: ANN401
+    # a row is divided by its own maximum: numbers exceed the limit by their rounding at most
+    q = call(b, "llvm.lrint.v16i32.v16f32", I32, x)
+    limit = constant(I32, HIGH_MAX << bits)
+    q = b.select(b.icmp_signed(">", q, limit), limit, q)
+    limit = constant(I32, -HIGH_MAX << bits)
+    return b.select(b.icmp_signed("<", q, limit), limit, q)
+
+
 def _store_fixed(b: Any, high: Any, low: Any, x: Any, bits: int, n: Any = None) -> None:  # noqa: ANN401
-    limit = float(127 << bits)
-    q = call(b, "llvm.rint.v16f32", F32, x)
-    q = b.select(b.fcmp_ordered(">", q, constant(F32, limit)), constant(F32, limit), q)
-    q = b.select(b.fcmp_ordered("<", q, constant(F32, -limit)), constant(F32, -limit), q)
-    top, rest = _cut(b, b.fptosi(q, I32), bits)
+    top, rest = _cut(b, _fixed(b, x, bits), bits)
     write_lanes(b, high, b.trunc(top, I8), n)
     write_lanes(b, low, b.trunc(rest, I16 if bits == 16 else I8), n)
+
+
+def _row_scales(b: Any, top: Any) -> Any:  # noqa: ANN401
+    # of row amaxes: NaN where one is not finite, 0 under the smallest that has a reciprocal
+    scale = b.fdiv(top, constant(F32, HIGH_MAX))
+    is_small = b.fcmp_ordered("<", scale, constant(F32, ROW_SCALE_MIN))
+    scale = b.select(is_small, constant(F32, 0.0), scale)
+    is_finite = b.icmp_unsigned("<", b.bitcast(top, I32), constant(I32, 0x7F800000))
+    return b.select(is_finite, scale, constant(F32, float("nan")))
+
+
+def _narrow(b: Any, parts: Sequence[Any], size: int, at: int) -> list[Any]:  # noqa: ANN401
+    # of every lane the ``size`` bytes from byte ``at`` on, two vectors at a time
+    kind = ir.VectorType(ir.IntType(8 * size), 4 // size * LANES)
+    lanes = [i * (4 // size) + at // size for i in range(2 * LANES)]
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [pick(b, b.bitcast(x, kind), b.bitcast(y, kind), lanes) for x, y in pairs]
+
+
+def _store_wide(b: Any, high: Any, low: Any, bits: int, *parts: Any) -> None:  # noqa: ANN401
+    # bytes are picked from whole vectors: a truncation of each vector by itself costs twice as much
+    biased = [b.add(_fixed(b, x, bits), constant(I32, 1 << (bits - 1))) for x in parts]
+    size = bits // 8
+    for address, width, at in ((high, 1, size), (low, size, 0)):
+        x, y = _narrow(b, biased, width, at)
+        write_lanes(b, address, pick(b, x, y, range(4 * LANES)))
 
 
 def _load_pair(
@@ -141,6 +176,15 @@ _put_q24_some = define(
 _put_q16 = define(none, (i64, i64, vec), lambda b, h, w, x: _store_fixed(b, h, w, x, 8))
 _put_q16_some = define(
     none, (i64, i64, vec, i64), lambda b, h, w, x, n: _store_fixed(b, h, w, x, 8, n)
+)
+
+
+row_scales: Callable[[Vec], Vec] = define(vec, (vec,), _row_scales)
+_put_wide_q24 = define(
+    none, (i64, i64, *[vec] * 4), lambda b, h, w, *x: _store_wide(b, h, w, 16, *x)
+)
+_put_wide_q16 = define(
+    none, (i64, i64, *[vec] * 4), lambda b, h, w, *x: _store_wide(b, h, w, 8, *x)
 )
 
 
@@ -296,3 +340,15 @@ def put_q16(high: int, low: int, i: int, x: Vec, n: int) -> None:
         _put_q16(high + i, low + i, x)
     else:
         _put_q16_some(high + i, low + i, x, n)
+
+
+@inlined
+def put_wide_q24(high: int, low: int, i: int, x: Four) -> None:
+    """Write 64 numbers of both planes of ``q24``."""
+    _put_wide_q24(high + i, low + 2 * i, x[0], x[1], x[2], x[3])
+
+
+@inlined
+def put_wide_q16(high: int, low: int, i: int, x: Four) -> None:
+    """Write 64 numbers of both planes of ``q16``."""
+    _put_wide_q16(high + i, low + i, x[0], x[1], x[2], x[3])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replayssm.formats import COLUMN_SCALE_MAX, COLUMN_SCALE_MIN, HIGH_MAX, ROW_SCALE_MIN
+from replayssm.formats import COLUMN_SCALE_MAX, COLUMN_SCALE_MIN, ROW_SCALE_MIN
 from replayssm.ops.cpu.common import (
     FMT_BF16,
     FMT_F32,
@@ -29,6 +29,9 @@ from replayssm.ops.cpu.common import (
     put_q16,
     put_q24,
     put_s32,
+    put_wide_q16,
+    put_wide_q24,
+    row_scales,
     store_as,
 )
 from replayssm.ops.cpu.layout import Geometry, HeadAt
@@ -38,21 +41,22 @@ from replayssm.ops.cpu.vector import (
     absolute,
     at_least,
     at_most,
-    bits_to_float,
     device,
     div,
     finite_or_zero,
     get,
     inlined,
+    join_halves,
     largest,
     largest_bits,
     load,
     mul,
     prefetch,
-    put,
     single,
     splat,
     store,
+    store_some,
+    tops8,
     zero,
 )
 
@@ -63,11 +67,14 @@ if TYPE_CHECKING:
 
     Plane = Callable[[int, int, int, int], Vec]
     PutLanes = Callable[[int, int, int, Vec, int], None]
+    PutWide = Callable[[int, int, int, tuple[Vec, Vec, Vec, Vec]], None]
 
-ZERO, ONE, NAN = single(0.0), single(1.0), single(float("nan"))
+ONE = single(1.0)
 INFINITY_BITS = np.uint32(0x7F800000)
 SCALE_MIN, SCALE_MAX = single(COLUMN_SCALE_MIN), single(COLUMN_SCALE_MAX)
-ROW_MIN, HIGHEST = single(ROW_SCALE_MIN), single(HIGH_MAX)
+ROW_MIN = single(ROW_SCALE_MIN)
+# numbers that are written at once
+WIDE = 4 * LANES
 LEVELS_Q24, LEVELS_Q16 = single(2.0**16), single(2.0**8)
 UNIT_Q24, UNIT_Q16 = single(2.0**-16), single(2.0**-8)
 
@@ -81,6 +88,15 @@ def set_columns(columns: int, inverse: int, amax: int, keys: int) -> None:
         # lanes behind the last channel load as 0
         scale = at_least(load_as(columns + 2 * i, IS_BF16, keys - i), SCALE_MIN)
         store(inverse + 4 * i, div(splat(ONE), scale))
+
+
+@inlined
+def is_finite(amax: int, row: int) -> bool:
+    """Return whether column amaxes, a row of scratch, are all finite."""
+    top = zero()
+    for i in range(0, row, 4 * LANES):
+        top = largest(top, load(amax + i))
+    return bool(largest_bits(top) < INFINITY_BITS)
 
 
 @device
@@ -136,31 +152,59 @@ def make_encode(put_lanes: PutLanes) -> Callable[[int, int, int, int], None]:
     return encode
 
 
+@inlined
+def tops_of_eight(block: int, row: int, inverse: int) -> Vec:
+    """Return the largest magnitude of each of eight rows in units of the column scales."""
+    o = zero()
+    a, b, c, d, e, f, g, h = o, o, o, o, o, o, o, o
+    for i in range(0, row, 4 * LANES):
+        x, at = load(inverse + i), block + i
+        a, b = largest(absolute(mul(load(at), x)), a), largest(absolute(mul(load(at + row), x)), b)
+        at += 2 * row
+        c, d = largest(absolute(mul(load(at), x)), c), largest(absolute(mul(load(at + row), x)), d)
+        at += 2 * row
+        e, f = largest(absolute(mul(load(at), x)), e), largest(absolute(mul(load(at + row), x)), f)
+        at += 2 * row
+        g, h = largest(absolute(mul(load(at), x)), g), largest(absolute(mul(load(at + row), x)), h)
+    return tops8(a, b, c, d, e, f, g, h)
+
+
+@device
+def set_rows(scale: int, block: int, row: int, inverse: int, rows: int) -> None:
+    """Write the row scales of up to 16 rows of scratch, which has 16."""
+    low, high = tops_of_eight(block, row, inverse), tops_of_eight(block + 8 * row, row, inverse)
+    scales = row_scales(join_halves(low, high))
+    if rows >= LANES:
+        store(scale, scales)
+    else:
+        store_some(scale, scales, rows)
+
+
 def make_encode_fixed(
-    put_lanes: PutLanes, levels: float
-) -> Callable[[int, int, int, int, int, int], None]:
-    """Return the encoder of one fixed-point row."""
+    put_lanes: PutLanes, put_wide: PutWide, levels: float
+) -> Callable[[int, int, int, float, int, int], None]:
+    """Return the encoder of one fixed-point row whose scale is known."""
+
+    @inlined
+    def part(at: int, inverse: int, steps: Vec, i: int) -> Vec:
+        return mul(mul(load(at + 4 * i), load(inverse + 4 * i)), steps)
 
     @device
-    def encode(at: int, high: int, low: int, scale: int, inverse: int, keys: int) -> None:
-        top, whole = zero(), keys // LANES * LANES
-        for i in range(0, keys, LANES):
-            top = largest(top, absolute(mul(load(at + 4 * i), load(inverse + 4 * i))))
-        bits = largest_bits(top)
-        row_scale = bits_to_float(bits) / HIGHEST
-        if bits >= INFINITY_BITS or row_scale < ROW_MIN:
-            put(scale, NAN if bits >= INFINITY_BITS else ZERO)
+    def encode(at: int, high: int, low: int, scale: float, inverse: int, keys: int) -> None:
+        if not scale >= ROW_MIN:
             for i in range(0, keys, LANES):
                 put_lanes(high, low, i, zero(), keys - i)
             return
-        put(scale, row_scale)
-        steps = splat(levels / row_scale)
-        for i in range(0, whole, LANES):
-            normal = mul(load(at + 4 * i), load(inverse + 4 * i))
-            put_lanes(high, low, i, mul(normal, steps), LANES)
+        steps, whole, wide = splat(levels / scale), keys // LANES * LANES, keys // WIDE * WIDE
+        for i in range(0, wide, WIDE):
+            x, y = part(at, inverse, steps, i), part(at, inverse, steps, i + LANES)
+            j = i + 2 * LANES
+            z, u = part(at, inverse, steps, j), part(at, inverse, steps, j + LANES)
+            put_wide(high, low, i, (x, y, z, u))
+        for i in range(wide, whole, LANES):
+            put_lanes(high, low, i, part(at, inverse, steps, i), LANES)
         if whole < keys:
-            normal = mul(load(at + 4 * whole), load(inverse + 4 * whole))
-            put_lanes(high, low, whole, mul(normal, steps), keys - whole)
+            put_lanes(high, low, whole, part(at, inverse, steps, whole), keys - whole)
 
     return encode
 
@@ -168,8 +212,14 @@ def make_encode_fixed(
 _decode_f32, _encode_f32 = make_decode(plane_f32), make_encode(put_f32)
 _decode_bf16, _encode_bf16 = make_decode(plane_bf16), make_encode(put_bf16)
 _decode_s32, _encode_s32 = make_decode(plane_s32), make_encode(put_s32)
-_decode_q24, _encode_q24 = make_decode_fixed(plane_q24), make_encode_fixed(put_q24, LEVELS_Q24)
-_decode_q16, _encode_q16 = make_decode_fixed(plane_q16), make_encode_fixed(put_q16, LEVELS_Q16)
+_decode_q24, _encode_q24 = (
+    make_decode_fixed(plane_q24),
+    make_encode_fixed(put_q24, put_wide_q24, LEVELS_Q24),
+)
+_decode_q16, _encode_q16 = (
+    make_decode_fixed(plane_q16),
+    make_encode_fixed(put_q16, put_wide_q16, LEVELS_Q16),
+)
 
 
 @inlined
@@ -227,9 +277,15 @@ def decode_rows(at: Geometry, here: HeadAt, column: int, first: int, rows: int, 
 def encode_rows(
     at: Geometry, here: HeadAt, inverse: int, first: int, rows: int, block: int
 ) -> None:
-    """Encode fp32 rows; write their planes and row scales."""
+    """Encode up to 16 fp32 rows; write their planes and row scales.
+
+    Of a scaled format, ``block`` has 16 rows whatever ``rows`` says.
+    """
     keys, row, fmt = at.key_dim, at.key_row, at.format
     high, low = here.high + first * here.high_row, here.low + first * here.low_row
+    scales = here.scale + 4 * first
+    if at.is_scaled:
+        set_rows(scales, block, row, inverse, rows)
     for r in range(rows):
         source, top, rest = block + r * row, high + r * here.high_row, low + r * here.low_row
         if fmt == FMT_F32:
@@ -239,6 +295,6 @@ def encode_rows(
         elif fmt == FMT_S32:
             _encode_s32(source, top, rest, keys)
         elif fmt == FMT_Q24:
-            _encode_q24(source, top, rest, here.scale + 4 * (first + r), inverse, keys)
+            _encode_q24(source, top, rest, get(scales + 4 * r), inverse, keys)
         else:
-            _encode_q16(source, top, rest, here.scale + 4 * (first + r), inverse, keys)
+            _encode_q16(source, top, rest, get(scales + 4 * r), inverse, keys)

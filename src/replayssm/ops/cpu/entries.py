@@ -17,7 +17,7 @@ from replayssm.ops.cpu.common import (
     width,
 )
 from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, NextAt, PlanesAt, RingsAt, Scratch
-from replayssm.ops.cpu.read import ROWS_AHEAD, fetch_bytes
+from replayssm.ops.cpu.read import ahead, fetch_bytes
 from replayssm.ops.cpu.vector import (
     LANES,
     device,
@@ -212,4 +212,4 @@ def fetch_head(
     if at.is_scaled:
         fetch_bytes(here.scale, 4 * at.value_dim)
     if is_new_row:
-        fetch_bytes(here.high, ROWS_AHEAD * here.high_row)
+        fetch_bytes(here.high, ahead(at, here))

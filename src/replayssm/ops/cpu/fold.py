@@ -11,23 +11,32 @@ What a fold writes depends on the planes, the entries and their boundary only, n
 
 from __future__ import annotations
 
-from replayssm.ops.cpu.common import IS_BF16, clear, copy_in, load_as, width
+from typing import TYPE_CHECKING
+
+from replayssm.ops.cpu.common import FMT_F32, IS_BF16, clear, copy_in, load_as, width
 from replayssm.ops.cpu.encode import (
     collect_amax,
     decode_rows,
     encode_rows,
     fetch_part,
     fetch_rows,
+    is_finite,
     set_columns,
 )
 from replayssm.ops.cpu.layout import Geometry, HeadAt, Scratch
 from replayssm.ops.cpu.read import dots_scratch
 from replayssm.ops.cpu.vector import (
     LANES,
+    VECTOR,
+    Vec,
+    absolute,
     device,
     fma,
     get,
+    inlined,
+    largest,
     load,
+    load_four,
     mul,
     put,
     single,
@@ -38,9 +47,12 @@ from replayssm.ops.cpu.vector import (
     zero,
 )
 
+if TYPE_CHECKING:
+    Four = tuple[Vec, Vec, Vec, Vec]
+
 ONE = single(1.0)
 # bytes of 16 written values
-VALUES = 4 * LANES
+VALUES = VECTOR
 
 
 @device
@@ -58,7 +70,7 @@ def prepare_scalar(at: Geometry, s: Scratch, keys: int, decay: int, strength: in
         put(s.after + 4 * j, run)
         run = run * get(decay + 4 * j)
     if at.is_delta:
-        dots_scratch(keys, n, keys, n, row, at.key_dim, s.lower, at.window_row)
+        dots_scratch(keys, row, n, keys, row, n, at.key_dim, s.lower, at.window_row)
         for t in range(n):
             run = ONE
             for j in range(t + 1, n):
@@ -126,39 +138,106 @@ def written_values(
             store(to, mul(load(to), splat(get(s.after + 4 * j))))
 
 
+@inlined
+def decay_four(at: int, d: Four) -> Four:
+    """Load four consecutive vectors times their decays."""
+    s0, s1, s2, s3 = load_four(at)
+    return mul(s0, d[0]), mul(s1, d[1]), mul(s2, d[2]), mul(s3, d[3])
+
+
+@inlined
+def add_four(factor: Vec, k: Four, s: Four) -> Four:
+    """Return ``s + factor k``."""
+    return (
+        fma(factor, k[0], s[0]),
+        fma(factor, k[1], s[1]),
+        fma(factor, k[2], s[2]),
+        fma(factor, k[3], s[3]),
+    )
+
+
+@inlined
+def raise_four(top: Four, s: Four) -> Four:
+    """Return the larger magnitudes."""
+    a, b = largest(top[0], absolute(s[0])), largest(top[1], absolute(s[1]))
+    return a, b, largest(top[2], absolute(s[2])), largest(top[3], absolute(s[3]))
+
+
+@inlined
+def store_four(at: int, s: Four) -> None:
+    """Store four consecutive vectors."""
+    store(at, s[0])
+    store(at + VECTOR, s[1])
+    store(at + 2 * VECTOR, s[2])
+    store(at + 3 * VECTOR, s[3])
+
+
+@device
+def update_tile(
+    to: int, step: int, total: int, keys: int, row: int, u: int, n: int, amax: int
+) -> None:
+    """Write ``S D + sum_j u_j k_j`` over four rows of 64 keys, which stay in registers.
+
+    Raises the column amaxes at ``amax``, unless that is 0.
+    """
+    d = load_four(total)
+    a, b = decay_four(to, d), decay_four(to + step, d)
+    c, e = decay_four(to + 2 * step, d), decay_four(to + 3 * step, d)
+    for j in range(n):
+        k, v = load_four(keys + j * row), u + VALUES * j
+        a, b = add_four(splat(get(v)), k, a), add_four(splat(get(v + 4)), k, b)
+        c, e = add_four(splat(get(v + 8)), k, c), add_four(splat(get(v + 12)), k, e)
+    store_four(to, a)
+    store_four(to + step, b)
+    store_four(to + 2 * step, c)
+    store_four(to + 3 * step, e)
+    if amax:
+        top = raise_four(load_four(amax), a)
+        store_four(amax, raise_four(raise_four(raise_four(top, b), c), e))
+
+
+@inlined
+def update_lanes(
+    to: int, step: int, total: int, keys: int, row: int, u: int, n: int, amax: int
+) -> None:
+    """Write the same over four rows of 16 keys."""
+    d = load(total)
+    a, b = mul(load(to), d), mul(load(to + step), d)
+    c, e = mul(load(to + 2 * step), d), mul(load(to + 3 * step), d)
+    for j in range(n):
+        k, v = load(keys + j * row), u + VALUES * j
+        a, b = fma(splat(get(v)), k, a), fma(splat(get(v + 4)), k, b)
+        c, e = fma(splat(get(v + 8)), k, c), fma(splat(get(v + 12)), k, e)
+    store(to, a)
+    store(to + step, b)
+    store(to + 2 * step, c)
+    store(to + 3 * step, e)
+    if amax:
+        top = largest(largest(load(amax), absolute(a)), absolute(b))
+        store(amax, largest(largest(top, absolute(c)), absolute(e)))
+
+
 @device
 def update_rows(
-    at: Geometry, s: Scratch, here: HeadAt, then: int, block: int, keys: int, n: int
+    at: Geometry, s: Scratch, here: HeadAt, then: int, block: int, step: int, keys: int, n: int
 ) -> None:
-    """Write ``S D + sum_j u_j k_j`` over 16 decoded rows, 8 at a time, a key chunk in registers.
+    """Write ``S D + sum_j u_j k_j`` over 16 decoded rows, ``step`` bytes apart.
 
     The 16 rows from row ``then`` on are fetched meanwhile.
     """
     row = at.key_row
-    for r in range(0, LANES, 8):
-        for i in range(0, row, 4 * LANES):
-            fetch_part(at, here, then + r, 8, i)
-            to, u = block + r * row + i, s.values + 4 * r
-            d = load(s.total + i)
-            s0, s1 = mul(load(to), d), mul(load(to + row), d)
-            s2, s3 = mul(load(to + 2 * row), d), mul(load(to + 3 * row), d)
-            s4, s5 = mul(load(to + 4 * row), d), mul(load(to + 5 * row), d)
-            s6, s7 = mul(load(to + 6 * row), d), mul(load(to + 7 * row), d)
-            for j in range(n):
-                k = load(keys + j * row + i)
-                s0, s1 = fma(splat(get(u)), k, s0), fma(splat(get(u + 4)), k, s1)
-                s2, s3 = fma(splat(get(u + 8)), k, s2), fma(splat(get(u + 12)), k, s3)
-                s4, s5 = fma(splat(get(u + 16)), k, s4), fma(splat(get(u + 20)), k, s5)
-                s6, s7 = fma(splat(get(u + 24)), k, s6), fma(splat(get(u + 28)), k, s7)
-                u += VALUES
-            store(to, s0)
-            store(to + row, s1)
-            store(to + 2 * row, s2)
-            store(to + 3 * row, s3)
-            store(to + 4 * row, s4)
-            store(to + 5 * row, s5)
-            store(to + 6 * row, s6)
-            store(to + 7 * row, s7)
+    wide = row // (4 * VECTOR) * (4 * VECTOR)
+    for r in range(0, LANES, 4):
+        to, u = block + r * step, s.values + 4 * r
+        for i in range(0, wide, 4 * VECTOR):
+            for part in range(0, 4 * VECTOR, VECTOR):
+                fetch_part(at, here, then + r, 4, i + part)
+            amax = s.amax + i if at.is_scaled else 0
+            update_tile(to + i, step, s.total + i, keys + i, row, u, n, amax)
+        for i in range(wide, row, VECTOR):
+            fetch_part(at, here, then + r, 4, i)
+            amax = s.amax + i if at.is_scaled else 0
+            update_lanes(to + i, step, s.total + i, keys + i, row, u, n, amax)
 
 
 @device
@@ -185,18 +264,25 @@ def fold_window(
         prepare_scalar(at, s, keys, decay, strength, n)
     for r in range(0, at.value_dim, LANES):
         rows = min(LANES, at.value_dim - r)
-        block = s.block + (r * row if at.is_scaled else 0)
-        decode_rows(at, here, s.column, r, rows, block)
+        block, step = s.block + (r * row if at.is_scaled else 0), row
+        # whole fp32 rows are updated where they are
+        is_in_place = at.format == FMT_F32 and rows == LANES and 4 * at.key_dim == row
+        if is_in_place:
+            block, step = here.high + r * here.high_row, here.high_row
+        else:
+            decode_rows(at, here, s.column, r, rows, block)
         if at.is_delta:
-            dots_scratch(block, LANES, seen_keys, n, row, at.key_dim, s.values, VALUES)
+            dots_scratch(block, step, LANES, seen_keys, row, n, at.key_dim, s.values, VALUES)
         v = here.v + r * width(here.kind)
         written_values(at, s, v, here, position % at.ring_len, strength, n, rows)
-        update_rows(at, s, here, r + LANES, block, written_keys, n)
-        if at.is_scaled:
-            collect_amax(s.amax, block, rows, row)
-        else:
+        update_rows(at, s, here, r + LANES, block, step, written_keys, n)
+        if not (at.is_scaled or is_in_place):
             encode_rows(at, here, s.inverse, r, rows, block)
     if at.is_scaled:
+        if not is_finite(s.amax, row):
+            # a column scale looks at finite numbers only
+            clear(s.amax, at.key_dim)
+            collect_amax(s.amax, s.block, at.value_dim, row)
         set_columns(here.columns, s.inverse, s.amax, at.key_dim)
         for r in range(0, at.value_dim, LANES):
             rows = min(LANES, at.value_dim - r)

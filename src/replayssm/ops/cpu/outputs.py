@@ -8,7 +8,7 @@ from replayssm.ops.cpu.common import FMT_Q24, IS_BF16, copy_out, load_as, width
 from replayssm.ops.cpu.encode import UNIT_Q16, UNIT_Q24
 from replayssm.ops.cpu.layout import GROUP, BlockAt, Geometry, HeadAt, NextAt, Scratch
 from replayssm.ops.cpu.pullback import before, pull_all, ring_index
-from replayssm.ops.cpu.read import ROWS_AHEAD, fetch_bytes, read_rows
+from replayssm.ops.cpu.read import ahead, fetch_bytes, read_rows
 from replayssm.ops.cpu.vector import (
     LANES,
     Vec,
@@ -212,7 +212,7 @@ def read_head(
         length: Tokens of the block.
         is_full: Whether both planes are read.
     """
-    beside = here.high + ROWS_AHEAD * here.high_row
+    beside = here.high + ahead(at, here)
     # the pull-back of a single query fetches planes itself
     burst = BESIDE if length > 1 else 0
     fetch_bytes(beside, burst)

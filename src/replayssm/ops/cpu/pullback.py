@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from replayssm.ops.cpu.common import IS_F32, load_as
 from replayssm.ops.cpu.entries import fetch_entry
 from replayssm.ops.cpu.layout import GROUP, Geometry, HeadAt, NextAt, Scratch
-from replayssm.ops.cpu.read import ROWS_AHEAD, dots_scratch, fetch_bytes
+from replayssm.ops.cpu.read import ahead, dots_scratch, fetch_bytes
 from replayssm.ops.cpu.vector import (
     LANES,
     Vec,
@@ -64,7 +64,7 @@ def fetch_beside(at: Geometry, here: HeadAt, then: NextAt, first: int, passed: i
     Oldest first while newest are passed: prefetchers of the machine follow ascending addresses.
     """
     fetch_entry(at, here, then, ring_index(at, first, passed))
-    plane = here.high + ROWS_AHEAD * here.high_row
+    plane = here.high + ahead(at, here)
     fetch_bytes(plane + passed * PLANE_BYTES, PLANE_BYTES)
 
 
@@ -102,7 +102,8 @@ def pull_additive(
 @device
 def match_keys(at: Geometry, s: Scratch, n: int, tokens: int) -> None:
     """Write ``k_j . q_t`` of every query and gathered key."""
-    dots_scratch(s.keys, n, s.queries, tokens, at.key_row, at.key_dim, s.matches, at.entry_row)
+    row = at.key_row
+    dots_scratch(s.keys, row, n, s.queries, row, tokens, at.key_dim, s.matches, at.entry_row)
 
 
 @inlined

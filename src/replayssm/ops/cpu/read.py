@@ -20,11 +20,13 @@ from replayssm.ops.cpu.common import (
 from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, Scratch, StandardAt
 from replayssm.ops.cpu.vector import (
     LANES,
+    VECTOR,
     Vec,
     device,
     fma,
     inlined,
     load,
+    load_four,
     prefetch,
     put,
     total,
@@ -45,6 +47,11 @@ AHEAD = 4096
 LINE = 64
 # rows between those that are read and those that are fetched
 ROWS_AHEAD = 16
+# of an fp32 plane: bytes of an element, keys of a row that are read before the next row, and bytes
+# between what is read and what is fetched
+FP32 = 4
+PART = 8 * LANES
+FP32_AHEAD = 2048
 
 
 @inlined
@@ -52,6 +59,12 @@ def fetch_bytes(address: int, nbytes: int) -> None:
     """Fetch consecutive bytes into the cache."""
     for line in range(0, nbytes, LINE):
         prefetch(address + line)
+
+
+@inlined
+def ahead(at: Geometry, here: HeadAt) -> int:
+    """Return the bytes of a high plane between those that are read and those that are fetched."""
+    return FP32_AHEAD if at.format == FMT_F32 else ROWS_AHEAD * here.high_row
 
 
 @inlined
@@ -91,8 +104,10 @@ def make_lines(
 ) -> tuple[Callable[..., Vec], Callable[..., None]]:
     """Return (one row, eight rows) times one query.
 
-    Eight rows go through the same key chunk before the next, so they share its load.
+    Eight rows go through the same key chunk before the next, so they share its load. Of fp32 planes
+    they go one after another, in the order of memory, while the query stays in registers.
     """
+    in_order = high_size == FP32
     fetch_rows = make_fetch_rows(high_size, low_size)
 
     @inlined
@@ -115,11 +130,34 @@ def make_lines(
         h = fma(plane(high + 7 * step, low + 7 * rest, i, n), x, h)
         return a, b, c, d, e, f, g, h
 
+    @inlined
+    def part(row: int, x: Eight, a: Vec) -> Vec:
+        for line in range(0, PART * high_size, LINE):
+            prefetch(row + line + FP32_AHEAD)
+        a = fma(plane(row, 0, 0, LANES), x[0], a)
+        a = fma(plane(row, 0, LANES, LANES), x[1], a)
+        a = fma(plane(row, 0, 2 * LANES, LANES), x[2], a)
+        a = fma(plane(row, 0, 3 * LANES, LANES), x[3], a)
+        a = fma(plane(row, 0, 4 * LANES, LANES), x[4], a)
+        a = fma(plane(row, 0, 5 * LANES, LANES), x[5], a)
+        a = fma(plane(row, 0, 6 * LANES, LANES), x[6], a)
+        return fma(plane(row, 0, 7 * LANES, LANES), x[7], a)
+
+    @inlined
+    def parts(at: int, step: int, x: int, s: Eight) -> Eight:
+        y = (*load_four(x), *load_four(x + 4 * VECTOR))
+        a, b = part(at, y, s[0]), part(at + step, y, s[1])
+        c, d = part(at + 2 * step, y, s[2]), part(at + 3 * step, y, s[3])
+        e, f = part(at + 4 * step, y, s[4]), part(at + 5 * step, y, s[5])
+        return a, b, c, d, e, f, part(at + 6 * step, y, s[6]), part(at + 7 * step, y, s[7])
+
     @device
     def eight_rows(high: int, step: int, low: int, rest: int, x: int, keys: int, to: int) -> None:
         o, whole = zero(), keys // LANES * LANES
-        s = (o, o, o, o, o, o, o, o)
-        for i in range(0, whole, LANES):
+        s, start = (o, o, o, o, o, o, o, o), keys // PART * PART if in_order else 0
+        for i in range(0, start, PART):
+            s = parts(high + high_size * i, step, x + 4 * i, s)
+        for i in range(start, whole, LANES):
             fetch_rows(high, step, low, rest, i, 8)
             s = chunk(high, step, low, rest, load(x + 4 * i), i, LANES, s)
         if whole < keys:
@@ -240,24 +278,26 @@ _dots_q24 = make_dots(plane_q24, 1, 2)
 _dots_q16 = make_dots(plane_q16, 1, 1)
 
 
-_one, _eight_rows = make_lines(plane_f32, 0, 0)
+_dots_scratch = make_dots(plane_f32, 0)
 
 
 @device
 def dots_scratch(
-    rows_at: int, rows: int, x: int, queries: int, step: int, keys: int, to: int, to_step: int
+    rows_at: int,
+    step: int,
+    rows: int,
+    x: int,
+    x_step: int,
+    queries: int,
+    keys: int,
+    to: int,
+    to_step: int,
 ) -> None:
-    """Write the products of rows and queries of scratch, both ``step`` bytes apart.
+    """Write the products of fp32 rows and queries, without a fetch.
 
     The sums are those of :func:`make_dots`.
     """
-    whole = rows // 8 * 8
-    for t in range(queries):
-        query, y = x + t * step, to + t * to_step
-        for r in range(0, whole, 8):
-            _eight_rows(rows_at + r * step, step, 0, 0, query, keys, y + 4 * r)
-        for r in range(whole, rows):
-            put(y + 4 * r, total(_one(rows_at + r * step, 0, query, keys)))
+    _dots_scratch(rows_at, step, 0, 0, rows, x, x_step, queries, keys, to, to_step)
 
 
 @device

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 LANES = 16
+# bytes of sixteen fp32 lanes
+VECTOR = 4 * LANES
 F32 = ir.VectorType(ir.FloatType(), LANES)
 I32 = ir.VectorType(ir.IntType(32), LANES)
 MASK = ir.VectorType(ir.IntType(1), LANES)
@@ -172,40 +174,55 @@ def write_lanes(builder: Any, address: Any, value: Any, count: Any = None) -> No
     call(builder, name, ir.VoidType(), value, pointer, one, lane_mask(builder, count))
 
 
-def _pick(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:  # noqa: ANN401
+def pick(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:  # noqa: ANN401
+    """Return the lanes of two vectors that ``lanes`` numbers, those of b after those of a."""
     index = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
     return builder.shuffle_vector(a, b, index)
 
 
-def _halve(builder: Any, a: Any, b: Any, group: int) -> Any:  # noqa: ANN401
-    # lanes of a and b come in groups; add each group's upper half to its lower half
-    low = [s + i for s in range(0, 2 * LANES, group) for i in range(group // 2)]
+def _halve(builder: Any, a: Any, b: Any, group: int, join: Callable[..., Any]) -> Any:  # noqa: ANN401
+    # lanes of a and b come in groups; join each group's upper half to its lower half
+    count = a.type.count if b is None else 2 * a.type.count
+    low = [s + i for s in range(0, count, group) for i in range(group // 2)]
     high = [i + group // 2 for i in low]
-    return builder.fadd(_pick(builder, a, b, low), _pick(builder, a, b, high))
+    b = ir.Constant(a.type, ir.Undefined) if b is None else b
+    return join(builder, pick(builder, a, b, low), pick(builder, a, b, high))
 
 
 def _total(builder: Any, a: Any) -> Any:  # noqa: ANN401
     for half in (8, 4, 2, 1):
         none = ir.Constant(a.type, ir.Undefined)
-        low = _pick(builder, a, none, range(half))
-        a = builder.fadd(low, _pick(builder, a, none, range(half, 2 * half)))
+        low = pick(builder, a, none, range(half))
+        a = builder.fadd(low, pick(builder, a, none, range(half, 2 * half)))
     return builder.extract_element(a, ir.Constant(ir.IntType(32), 0))
 
 
-def _totals(builder: Any, address: Any, *rows: Any) -> None:  # noqa: ANN401
+def _tree(builder: Any, rows: Sequence[Any], join: Callable[..., Any]) -> Any:  # noqa: ANN401
     # the tree of _total, on all rows at once: level by level, two vectors become one
     level, group = list(rows), LANES
     while len(level) > 1:
-        level = [_halve(builder, a, b, group) for a, b in zip(level[::2], level[1::2], strict=True)]
+        pairs = zip(level[::2], level[1::2], strict=True)
+        level = [_halve(builder, a, b, group, join) for a, b in pairs]
         group //= 2
     (a,) = level
     while group > 1:
-        none = ir.Constant(a.type, ir.Undefined)
-        low = [s + i for s in range(0, a.type.count, group) for i in range(group // 2)]
-        high = [i + group // 2 for i in low]
-        a = builder.fadd(_pick(builder, a, none, low), _pick(builder, a, none, high))
+        a = _halve(builder, a, None, group, join)
         group //= 2
-    write_lanes(builder, address, a)
+    return a
+
+
+def _totals(builder: Any, address: Any, *rows: Any) -> None:  # noqa: ANN401
+    write_lanes(builder, address, _tree(builder, rows, lambda b, x, y: b.fadd(x, y)))
+
+
+def _tops(builder: Any, *rows: Any) -> Any:  # noqa: ANN401
+    a = _tree(builder, rows, _max_bits)
+    return pick(builder, a, a, [*range(len(rows))] * (LANES // len(rows)))
+
+
+def _join_halves(builder: Any, a: Any, b: Any) -> Any:  # noqa: ANN401
+    half = LANES // 2
+    return pick(builder, a, b, [*range(half), *range(LANES, LANES + half)])
 
 
 def _largest_bits(builder: Any, a: Any) -> Any:  # noqa: ANN401
@@ -218,8 +235,9 @@ def _abs(builder: Any, a: Any) -> Any:  # noqa: ANN401
 
 
 def _max_bits(builder: Any, a: Any, b: Any) -> Any:  # noqa: ANN401
-    x, y = builder.bitcast(a, I32), builder.bitcast(b, I32)
-    return builder.bitcast(builder.select(builder.icmp_unsigned(">", x, y), x, y), F32)
+    kind = ir.VectorType(ir.IntType(32), a.type.count)
+    x, y = builder.bitcast(a, kind), builder.bitcast(b, kind)
+    return builder.bitcast(builder.select(builder.icmp_unsigned(">", x, y), x, y), a.type)
 
 
 def _finite_or_zero(builder: Any, a: Any) -> Any:  # noqa: ANN401
@@ -297,6 +315,10 @@ total: Callable[[Vec], float] = define(f32, (vec,), _total)
 # store the totals of 4, 8 or 16 vectors as that many consecutive floats
 totals4: Callable[..., None] = define(none, (i64, *[vec] * 4), _totals)
 totals8: Callable[..., None] = define(none, (i64, *[vec] * 8), _totals)
+# the largest (of magnitudes) of each of eight vectors, as lanes that are repeated
+tops8: Callable[..., Vec] = define(vec, [vec] * 8, _tops)
+# the first eight lanes of two vectors
+join_halves: Callable[[Vec, Vec], Vec] = define(vec, (vec, vec), _join_halves)
 load: Callable[[int], Vec] = define(vec, (i64,), lambda b, p: read_lanes(b, p, F32))
 load_some: Callable[[int, int], Vec] = define(
     vec, (i64, i64), lambda b, p, n: read_lanes(b, p, F32, n)
@@ -314,6 +336,9 @@ put: Callable[[int, float], None] = define(
     lambda b, p, x: (b.store(x, b.inttoptr(p, ir.PointerType(ir.FloatType())), align=1), None)[1],
 )
 prefetch: Callable[[int], None] = define(none, (i64,), _prefetch)
-bits_to_float: Callable[[int], float] = define(
-    f32, (types.uint32,), lambda b, x: b.bitcast(x, ir.FloatType())
-)
+
+
+@inlined
+def load_four(at: int) -> tuple[Vec, Vec, Vec, Vec]:
+    """Load four consecutive vectors."""
+    return load(at), load(at + VECTOR), load(at + 2 * VECTOR), load(at + 3 * VECTOR)
