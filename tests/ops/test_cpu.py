@@ -100,6 +100,8 @@ def test_folds_of_wide_heads(family: tuple[Write, Decay], fmt: Format) -> None:
     reference.fold_(theirs, after)
     got, wanted = (reference.decode_tile(s, 1, 0, FULL) for s in (ours, theirs))
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
+    if ours.columns is not None:
+        torch.testing.assert_close(ours.columns, theirs.columns, rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
