@@ -33,7 +33,7 @@ def test_nobody_waits_for_a_process_that_has_ended():
 
 
 @pytest.mark.slow
-def test_the_other_process_leaves_compiled_kernels(subject, tmp_path, monkeypatch):
+def test_the_other_processes_leave_compiled_kernels(subject, tmp_path, monkeypatch):
     pytest.importorskip("numba")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)

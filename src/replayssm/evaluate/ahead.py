@@ -1,7 +1,8 @@
-"""Kernels compiled ahead: another process compiles while section 1 keeps one core busy.
+"""Kernels compiled ahead: two more processes compile while section 1 keeps one core busy.
 
 Compiled kernels are cached on disk. So a kernel that another process has run needs no compiling in
-this one, and the first evaluation on a machine takes little longer than the next.
+this one, and the first evaluation on a machine takes little longer than the next. The standard and
+the replay step have no kernel in common: a process each.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,10 +37,10 @@ STATE_ELEMENTS = 1 << 18
 
 @contextmanager
 def compiled_ahead(subject: Subject, plan: Plan) -> Iterator[Callable[[Arm], None]]:
-    """Compile the kernels of all arms in another process; give what waits for those of one.
+    """Compile the kernels of all arms in other processes; give what waits for those of one.
 
     Does nothing where no kernels are compiled, or where the run itself is to use one thread. What
-    that process could not compile, the caller's own first call will.
+    those processes could not compile, the caller's own first call will.
 
     Args:
         subject: The model, loaded.
@@ -52,11 +53,16 @@ def compiled_ahead(subject: Subject, plan: Plan) -> Iterator[Callable[[Arm], Non
     spec = one_geometry(tuple(mixer.spec for mixer in find_mixers(subject.model)[0]))
     arms = sorted(plan.arms, key=lambda arm: not is_exact(arm))
     command, pipe = [sys.executable, "-m", "replayssm.evaluate.ahead"], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as child:
-        try:
-            yield _Ready(child, (arms, spec, plan.scope.window))
-        finally:
-            child.kill()
+    waits: dict[Arm, _Ready] = {}
+    with ExitStack() as stack:
+        for is_replay in (False, True):
+            group = [arm for arm in arms if arm.is_replay == is_replay]
+            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            stack.enter_context(child)
+            stack.callback(child.kill)
+            wait = _Ready(child, (group, spec, plan.scope.window))
+            waits |= dict.fromkeys(group, wait)
+        yield lambda arm: waits[arm](arm)
 
 
 class _Ready:
@@ -85,7 +91,7 @@ def run_once(arm: Arm, spec: LayerSpec, window: int) -> None:
 
 
 def main() -> None:
-    """Be the other: read from the first what to run, name each arm that is done."""
+    """Be one of the others: read from the first what to run, name each arm that is done."""
     arms, spec, window = pickle.load(sys.stdin.buffer)
     for arm in arms:
         run_once(arm, spec, window)
