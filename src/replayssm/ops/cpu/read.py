@@ -99,36 +99,10 @@ def make_fetch_rows(high_size: int, low_size: int) -> Callable[..., None]:
     return fetch_rows
 
 
-def make_lines(
-    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
-) -> tuple[Callable[..., Vec], Callable[..., None]]:
-    """Return (one row, eight rows) times one query.
-
-    Eight rows go through the same key chunk before the next, so they share its load. Of fp32 planes
-    they go one after another, in the order of memory, while the query stays in registers.
-    """
-    in_order = high_size == FP32
-    fetch_rows = make_fetch_rows(high_size, low_size)
-
-    @inlined
-    def one(high: int, low: int, x: int, keys: int) -> Vec:
-        a = zero()
-        for i in range(0, keys, LANES):
-            a = fma(plane(high, low, i, keys - i), load(x + 4 * i), a)
-        return a
-
-    @inlined
-    def chunk(high: int, step: int, low: int, rest: int, x: Vec, i: int, n: int, s: Eight) -> Eight:
-        a, b, c, d, e, f, g, h = s
-        a = fma(plane(high, low, i, n), x, a)
-        b = fma(plane(high + step, low + rest, i, n), x, b)
-        c = fma(plane(high + 2 * step, low + 2 * rest, i, n), x, c)
-        d = fma(plane(high + 3 * step, low + 3 * rest, i, n), x, d)
-        e = fma(plane(high + 4 * step, low + 4 * rest, i, n), x, e)
-        f = fma(plane(high + 5 * step, low + 5 * rest, i, n), x, f)
-        g = fma(plane(high + 6 * step, low + 6 * rest, i, n), x, g)
-        h = fma(plane(high + 7 * step, low + 7 * rest, i, n), x, h)
-        return a, b, c, d, e, f, g, h
+def make_parts(
+    plane: Callable[[int, int, int, int], Vec], high_size: int
+) -> Callable[[int, int, int, Eight], Eight]:
+    """Return eight rows times 128 keys of one query, row by row, in the order of memory."""
 
     @inlined
     def part(row: int, x: Eight, a: Vec) -> Vec:
@@ -150,6 +124,41 @@ def make_lines(
         c, d = part(at + 2 * step, y, s[2]), part(at + 3 * step, y, s[3])
         e, f = part(at + 4 * step, y, s[4]), part(at + 5 * step, y, s[5])
         return a, b, c, d, e, f, part(at + 6 * step, y, s[6]), part(at + 7 * step, y, s[7])
+
+    return parts
+
+
+def make_lines(
+    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
+) -> tuple[Callable[..., Vec], Callable[..., None]]:
+    """Return (one row, eight rows) times one query.
+
+    Eight rows go through the same key chunk before the next, so they share its load. Of fp32 planes
+    they go one after another, in the order of memory, while the query stays in registers.
+    """
+    in_order = high_size == FP32
+    parts = make_parts(plane, high_size)
+    fetch_rows = make_fetch_rows(high_size, low_size)
+
+    @inlined
+    def one(high: int, low: int, x: int, keys: int) -> Vec:
+        a = zero()
+        for i in range(0, keys, LANES):
+            a = fma(plane(high, low, i, keys - i), load(x + 4 * i), a)
+        return a
+
+    @inlined
+    def chunk(high: int, step: int, low: int, rest: int, x: Vec, i: int, n: int, s: Eight) -> Eight:
+        a, b, c, d, e, f, g, h = s
+        a = fma(plane(high, low, i, n), x, a)
+        b = fma(plane(high + step, low + rest, i, n), x, b)
+        c = fma(plane(high + 2 * step, low + 2 * rest, i, n), x, c)
+        d = fma(plane(high + 3 * step, low + 3 * rest, i, n), x, d)
+        e = fma(plane(high + 4 * step, low + 4 * rest, i, n), x, e)
+        f = fma(plane(high + 5 * step, low + 5 * rest, i, n), x, f)
+        g = fma(plane(high + 6 * step, low + 6 * rest, i, n), x, g)
+        h = fma(plane(high + 7 * step, low + 7 * rest, i, n), x, h)
+        return a, b, c, d, e, f, g, h
 
     @device
     def eight_rows(high: int, step: int, low: int, rest: int, x: int, keys: int, to: int) -> None:
