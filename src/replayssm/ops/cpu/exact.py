@@ -14,7 +14,8 @@ from replayssm.ops.cpu.common import IS_F32, copy_out
 from replayssm.ops.cpu.encode import decode_rows, encode_rows, fetch_rows
 from replayssm.ops.cpu.entries import after
 from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, Scratch, StandardAt
-from replayssm.ops.cpu.standard import advance, prepare_token
+from replayssm.ops.cpu.rows import advance
+from replayssm.ops.cpu.standard import prepare_token
 from replayssm.ops.cpu.vector import LANES, device, inlined
 
 if TYPE_CHECKING:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llvmlite.binding import get_host_cpu_name
+
 from replayssm.ops.cpu.common import (
     FMT_BF16,
     FMT_F32,
@@ -25,6 +27,7 @@ from replayssm.ops.cpu.vector import (
     device,
     fma,
     inlined,
+    keep_order,
     load,
     load_four,
     prefetch,
@@ -41,17 +44,18 @@ if TYPE_CHECKING:
     Four = tuple[Vec, Vec, Vec, Vec]
     Eight = tuple[Vec, Vec, Vec, Vec, Vec, Vec, Vec, Vec]
 
-# bytes between what a standard step rewrites and what it fetches: pages are small, and a
-# prefetcher stops at each
-AHEAD = 4096
 LINE = 64
 # rows between those that are read and those that are fetched
 ROWS_AHEAD = 16
-# of an fp32 plane: bytes of an element, keys of a row that are read before the next row, and bytes
-# between what is read and what is fetched
-FP32 = 4
+# keys of a row that are read before the next row
 PART = 8 * LANES
-FP32_AHEAD = 2048
+# bytes of an element of an fp32 plane
+FP32 = 4
+# bytes between what is read in the order of memory and what is fetched, by bytes of an element
+AHEAD = (0, 2048, 4096, 0, 2048)
+# the prefetchers of Zen keep up with fp32 rows by themselves; beside fetches they take half as long
+# again. Kernels are cached by processor, so this is no constant of another machine's
+FETCHES_FP32 = not get_host_cpu_name().startswith("znver")
 
 
 @inlined
@@ -64,7 +68,9 @@ def fetch_bytes(address: int, nbytes: int) -> None:
 @inlined
 def ahead(at: Geometry, here: HeadAt) -> int:
     """Return the bytes of a high plane between those that are read and those that are fetched."""
-    return FP32_AHEAD if at.format == FMT_F32 else ROWS_AHEAD * here.high_row
+    if at.is_scaled:
+        return AHEAD[1]
+    return AHEAD[FP32] if at.format == FMT_F32 else AHEAD[2]
 
 
 @inlined
@@ -85,29 +91,43 @@ def fetch_inputs(at: Geometry | StandardAt, blk: BlockAt, row: int, head: int) -
         fetch_bytes(out, width(blk.out_kind) * at.value_dim)
 
 
-def make_fetch_rows(high_size: int, low_size: int) -> Callable[..., None]:
-    """Return what fetches some rows further on, once a line; a size of 0 fetches nothing."""
+def fetched(size: int) -> bool:
+    """Whether planes of ``size`` bytes an element are fetched ahead."""
+    return size != FP32 or FETCHES_FP32
+
+
+def make_fetch_rows(high_size: int, low_size: int, is_far: bool) -> Callable[..., None]:
+    """Return what fetches some rows further on, once a line."""
+    fetches = is_far and fetched(high_size)
 
     @inlined
     def fetch_rows(high: int, step: int, low: int, rest: int, i: int, rows: int) -> None:
-        for r in range(rows):
-            if high_size and i * high_size % LINE == 0:
-                prefetch(high + (ROWS_AHEAD + r) * step + high_size * i)
-            if low_size and i * low_size % LINE == 0:
-                prefetch(low + (ROWS_AHEAD + r) * rest + low_size * i)
+        if fetches:
+            for r in range(rows):
+                if i * high_size % LINE == 0:
+                    prefetch(high + (ROWS_AHEAD + r) * step + high_size * i)
+                if low_size and i * low_size % LINE == 0:
+                    prefetch(low + (ROWS_AHEAD + r) * rest + low_size * i)
 
     return fetch_rows
 
 
+@inlined
+def load_eight(at: int) -> Eight:
+    """Load eight consecutive vectors."""
+    return (*load_four(at), *load_four(at + 4 * VECTOR))
+
+
 def make_parts(
-    plane: Callable[[int, int, int, int], Vec], high_size: int
+    plane: Callable[[int, int, int, int], Vec], size: int
 ) -> Callable[[int, int, int, Eight], Eight]:
     """Return eight rows times 128 keys of one query, row by row, in the order of memory."""
+    fetched_bytes = PART * size if fetched(size) else 0
 
     @inlined
     def part(row: int, x: Eight, a: Vec) -> Vec:
-        for line in range(0, PART * high_size, LINE):
-            prefetch(row + line + FP32_AHEAD)
+        for line in range(0, fetched_bytes, LINE):
+            prefetch(row + line + AHEAD[size])
         a = fma(plane(row, 0, 0, LANES), x[0], a)
         a = fma(plane(row, 0, LANES, LANES), x[1], a)
         a = fma(plane(row, 0, 2 * LANES, LANES), x[2], a)
@@ -115,11 +135,13 @@ def make_parts(
         a = fma(plane(row, 0, 4 * LANES, LANES), x[4], a)
         a = fma(plane(row, 0, 5 * LANES, LANES), x[5], a)
         a = fma(plane(row, 0, 6 * LANES, LANES), x[6], a)
-        return fma(plane(row, 0, 7 * LANES, LANES), x[7], a)
+        a = fma(plane(row, 0, 7 * LANES, LANES), x[7], a)
+        keep_order()
+        return a
 
     @inlined
     def parts(at: int, step: int, x: int, s: Eight) -> Eight:
-        y = (*load_four(x), *load_four(x + 4 * VECTOR))
+        y = load_eight(x)
         a, b = part(at, y, s[0]), part(at + step, y, s[1])
         c, d = part(at + 2 * step, y, s[2]), part(at + 3 * step, y, s[3])
         e, f = part(at + 4 * step, y, s[4]), part(at + 5 * step, y, s[5])
@@ -129,16 +151,17 @@ def make_parts(
 
 
 def make_lines(
-    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
+    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int, is_far: bool
 ) -> tuple[Callable[..., Vec], Callable[..., None]]:
     """Return (one row, eight rows) times one query.
 
-    Eight rows go through the same key chunk before the next, so they share its load. Of fp32 planes
-    they go one after another, in the order of memory, while the query stays in registers.
+    Eight rows of one plane in memory (``is_far``) go one after another through 128 keys, in its
+    order, while the query stays in registers. Side by side, so that they share its loads, they go
+    through what is left of the keys, through two planes, and through scratch.
     """
-    in_order = high_size == FP32
+    in_order = is_far and not low_size
     parts = make_parts(plane, high_size)
-    fetch_rows = make_fetch_rows(high_size, low_size)
+    fetch_rows = make_fetch_rows(high_size, low_size, is_far)
 
     @inlined
     def one(high: int, low: int, x: int, keys: int) -> Vec:
@@ -177,10 +200,10 @@ def make_lines(
 
 
 def make_tile(
-    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int
+    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int, is_far: bool
 ) -> Callable[..., None]:
     """Return four rows times four queries."""
-    fetch_rows = make_fetch_rows(high_size, low_size)
+    fetch_rows = make_fetch_rows(high_size, low_size, is_far)
 
     @inlined
     def four(row: Vec, p: Vec, q: Vec, r: Vec, s: Vec, sums: Four) -> Four:
@@ -237,15 +260,18 @@ def make_tile(
 
 
 def make_dots(
-    plane: Callable[[int, int, int, int], Vec], high_size: int, low_size: int = 0
+    plane: Callable[[int, int, int, int], Vec],
+    high_size: int,
+    low_size: int = 0,
+    is_far: bool = True,
 ) -> Callable[[int, int, int, int, int, int, int, int, int, int, int], None]:
     """Return ``dots`` for one way of reading planes, of so many bytes an element.
 
     Every result has one accumulator, fed with key chunks in ascending order, whatever the tile: so
     a result does not depend on the number of rows or queries beside it.
     """
-    one, eight_rows = make_lines(plane, high_size, low_size)
-    four_by_four = make_tile(plane, high_size, low_size)
+    one, eight_rows = make_lines(plane, high_size, low_size, is_far)
+    four_by_four = make_tile(plane, high_size, low_size, is_far)
 
     @device
     def dots(
@@ -279,7 +305,7 @@ def make_dots(
     return dots
 
 
-_dots_f32 = make_dots(plane_f32, 4)
+_dots_f32 = make_dots(plane_f32, FP32)
 _dots_bf16 = make_dots(plane_bf16, 2)
 _dots_i8 = make_dots(plane_i8, 1)
 _dots_s32 = make_dots(plane_s32, 2, 2)
@@ -287,7 +313,7 @@ _dots_q24 = make_dots(plane_q24, 1, 2)
 _dots_q16 = make_dots(plane_q16, 1, 1)
 
 
-_dots_scratch = make_dots(plane_f32, 0)
+_dots_scratch = make_dots(plane_f32, FP32, is_far=False)
 
 
 @device

@@ -287,6 +287,10 @@ def _prefetch(builder: Any, address: Any) -> None:  # noqa: ANN401
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, *hints)
 
 
+def _keep_order(builder: Any) -> None:  # noqa: ANN401
+    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+
+
 def ir_float(value: float) -> float:
     """Round to fp32, the only literals LLVM accepts for a float constant."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
@@ -336,6 +340,8 @@ put: Callable[[int, float], None] = define(
     lambda b, p, x: (b.store(x, b.inttoptr(p, ir.PointerType(ir.FloatType())), align=1), None)[1],
 )
 prefetch: Callable[[int], None] = define(none, (i64,), _prefetch)
+# no instruction: loads written before it are made before those behind it
+keep_order: Callable[[], None] = define(none, (), _keep_order)
 
 
 @inlined
