@@ -35,7 +35,7 @@ from replayssm.ops.cpu.common import (
     store_as,
 )
 from replayssm.ops.cpu.layout import Geometry, HeadAt
-from replayssm.ops.cpu.read import LINE
+from replayssm.ops.cpu.read import fetch_bytes
 from replayssm.ops.cpu.vector import (
     LANES,
     absolute,
@@ -51,7 +51,6 @@ from replayssm.ops.cpu.vector import (
     largest_bits,
     load,
     mul,
-    prefetch,
     single,
     splat,
     store,
@@ -232,22 +231,12 @@ def sizes(at: Geometry) -> tuple[int, int]:
 
 
 @inlined
-def fetch_part(at: Geometry, here: HeadAt, first: int, rows: int, i: int) -> None:
-    """Fetch from some rows what decodes to the lanes at byte ``i`` of a row of scratch."""
+def fetch_rows(at: Geometry, here: HeadAt, first: int, stop: int) -> None:
+    """Fetch rows of both planes, one after another: prefetchers of the machine follow that."""
     high, low = sizes(at)
-    if i // 4 * high % LINE == 0:
-        for r in range(first, first + rows):
-            prefetch(here.high + r * here.high_row + i // 4 * high)
-    if low and i // 4 * low % LINE == 0:
-        for r in range(first, first + rows):
-            prefetch(here.low + r * here.low_row + i // 4 * low)
-
-
-@inlined
-def fetch_rows(at: Geometry, here: HeadAt, first: int) -> None:
-    """Fetch 16 rows of both planes."""
-    for i in range(0, at.key_row, 4 * LANES):
-        fetch_part(at, here, first, LANES, i)
+    for row in range(first, stop):
+        fetch_bytes(here.high + row * here.high_row, at.key_dim * high)
+        fetch_bytes(here.low + row * here.low_row, at.key_dim * low)
 
 
 @device

@@ -212,4 +212,4 @@ def fetch_head(
     if at.is_scaled:
         fetch_bytes(here.scale, 4 * at.value_dim)
     if is_new_row:
-        fetch_bytes(here.high, ahead(at, here))
+        fetch_bytes(here.high, ahead(at))

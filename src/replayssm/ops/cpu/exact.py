@@ -90,7 +90,7 @@ def fold_exactly(at: Geometry, own: StandardAt, s: Scratch, here: HeadAt, n: int
     for r in range(0, at.value_dim, LANES):
         rows = min(LANES, at.value_dim - r)
         decode_rows(at, here, s.column, r, rows, s.block)
-        fetch_rows(at, here, r + LANES)
+        fetch_rows(at, here, r + LANES, r + 2 * LANES)
         for e in range(n):
             advance_rows(at, own, s, r, rows, e)
         encode_rows(at, here, s.inverse, r, rows, s.block)
@@ -127,7 +127,7 @@ def read_exactly(
         for r in range(0, at.value_dim, LANES):
             rows = min(LANES, at.value_dim - r)
             decode_rows(at, here, s.column, r, rows, s.block)
-            fetch_rows(at, here, r + LANES)
+            fetch_rows(at, here, r + LANES, r + 2 * LANES)
             for e in range(skip, known + leaf + 1):
                 if e < known or is_on_path(parents, row, e - known, leaf):
                     advance_rows(at, own, s, r, rows, e)

@@ -18,7 +18,6 @@ from replayssm.ops.cpu.encode import (
     collect_amax,
     decode_rows,
     encode_rows,
-    fetch_part,
     fetch_rows,
     is_finite,
     set_columns,
@@ -229,13 +228,15 @@ def update_rows(
     wide = row // (4 * VECTOR) * (4 * VECTOR)
     for r in range(0, LANES, 4):
         to, u = block + r * step, s.values + 4 * r
+        ahead = then + r
         for i in range(0, wide, 4 * VECTOR):
-            for part in range(0, 4 * VECTOR, VECTOR):
-                fetch_part(at, here, then + r, 4, i + part)
+            stop = 4 * (i + 4 * VECTOR) // wide
+            fetch_rows(at, here, ahead + 4 * i // wide, ahead + stop)
             amax = s.amax + i if at.is_scaled else 0
             update_tile(to + i, step, s.total + i, keys + i, row, u, n, amax)
+        if not wide:
+            fetch_rows(at, here, ahead, ahead + 4)
         for i in range(wide, row, VECTOR):
-            fetch_part(at, here, then + r, 4, i)
             amax = s.amax + i if at.is_scaled else 0
             update_lanes(to + i, step, s.total + i, keys + i, row, u, n, amax)
 
@@ -255,7 +256,7 @@ def fold_window(
     if at.is_scaled:
         copy_in(s.column, here.columns, IS_BF16, at.key_dim)
         clear(s.amax, at.key_dim)
-    fetch_rows(at, here, 0)
+    fetch_rows(at, here, 0, LANES)
     seen_keys, written_keys = keys, keys
     if at.per_channel:
         prepare_channel(at, s, keys, decay, strength, n)

@@ -212,7 +212,7 @@ def read_head(
         length: Tokens of the block.
         is_full: Whether both planes are read.
     """
-    beside = here.high + ahead(at, here)
+    beside = here.high + ahead(at)
     # the pull-back of a single query fetches planes itself
     burst = BESIDE if length > 1 else 0
     fetch_bytes(beside, burst)

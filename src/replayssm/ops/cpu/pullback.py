@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from replayssm.ops.cpu.common import FMT_F32, IS_F32, load_as
+from replayssm.ops.cpu.common import IS_F32, load_as
 from replayssm.ops.cpu.entries import fetch_entry
 from replayssm.ops.cpu.layout import GROUP, Geometry, HeadAt, NextAt, Scratch
-from replayssm.ops.cpu.read import FETCHES_FP32, ahead, dots_scratch, fetch_bytes
+from replayssm.ops.cpu.read import ahead, dots_scratch, fetch_bytes
 from replayssm.ops.cpu.vector import (
     LANES,
     Vec,
@@ -64,9 +64,8 @@ def fetch_beside(at: Geometry, here: HeadAt, then: NextAt, first: int, passed: i
     Oldest first while newest are passed: prefetchers of the machine follow ascending addresses.
     """
     fetch_entry(at, here, then, ring_index(at, first, passed))
-    if FETCHES_FP32 or at.format != FMT_F32:
-        plane = here.high + ahead(at, here)
-        fetch_bytes(plane + passed * PLANE_BYTES, PLANE_BYTES)
+    plane = here.high + ahead(at)
+    fetch_bytes(plane + passed * PLANE_BYTES, PLANE_BYTES)
 
 
 @inlined

@@ -51,11 +51,11 @@ ROWS_AHEAD = 16
 PART = 8 * LANES
 # bytes of an element of an fp32 plane
 FP32 = 4
-# bytes between what is read in the order of memory and what is fetched, by bytes of an element
-AHEAD = (0, 2048, 4096, 0, 2048)
 # the prefetchers of Zen keep up with fp32 rows by themselves; beside fetches they take half as long
 # again. Kernels are cached by processor, so this is no constant of another machine's
 FETCHES_FP32 = not get_host_cpu_name().startswith("znver")
+# bytes between what is read in the order of memory and what is fetched, by bytes of an element
+AHEAD = (0, 2048, 4096, 0, 2048 if FETCHES_FP32 else 0)
 
 
 @inlined
@@ -66,7 +66,7 @@ def fetch_bytes(address: int, nbytes: int) -> None:
 
 
 @inlined
-def ahead(at: Geometry, here: HeadAt) -> int:
+def ahead(at: Geometry) -> int:
     """Return the bytes of a high plane between those that are read and those that are fetched."""
     if at.is_scaled:
         return AHEAD[1]
@@ -91,14 +91,9 @@ def fetch_inputs(at: Geometry | StandardAt, blk: BlockAt, row: int, head: int) -
         fetch_bytes(out, width(blk.out_kind) * at.value_dim)
 
 
-def fetched(size: int) -> bool:
-    """Whether planes of ``size`` bytes an element are fetched ahead."""
-    return size != FP32 or FETCHES_FP32
-
-
 def make_fetch_rows(high_size: int, low_size: int, is_far: bool) -> Callable[..., None]:
     """Return what fetches some rows further on, once a line."""
-    fetches = is_far and fetched(high_size)
+    fetches = is_far and AHEAD[high_size] > 0
 
     @inlined
     def fetch_rows(high: int, step: int, low: int, rest: int, i: int, rows: int) -> None:
@@ -122,7 +117,7 @@ def make_parts(
     plane: Callable[[int, int, int, int], Vec], size: int
 ) -> Callable[[int, int, int, Eight], Eight]:
     """Return eight rows times 128 keys of one query, row by row, in the order of memory."""
-    fetched_bytes = PART * size if fetched(size) else 0
+    fetched_bytes = PART * size if AHEAD[size] else 0
 
     @inlined
     def part(row: int, x: Eight, a: Vec) -> Vec:
