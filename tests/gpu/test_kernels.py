@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from replayssm.ops import conv_, standard_
 from replayssm.ops.reference import standard_ as reference_standard_
 from replayssm.ring import BlockPlan, RingSpec
 from replayssm.state import StatePool
-from replayssm.storage import LayerStore, StorageSpec
+from replayssm.storage import LayerStore, StorageSpec, allocate
 from replayssm.testing.budgets import fold_budget, folded_states, output_budget
 from replayssm.testing.factories import Regime, make_block, make_state
 from replayssm.types import Block, ConvSpec, Decay, Format, Impl, LayerSpec, ReadDepth, Write
@@ -269,6 +270,40 @@ def test_neither_read_depth_nor_rejected_drafts_leave_a_trace_in_a_checkpoint(
     plain = checkpoint(at, device)
     for other in (checkpoint(at, device, HIGH), checkpoint(at, device, drafts=2)):
         assert all(torch.equal(plain[name], other[name]) for name in plain)
+
+
+@pytest.mark.parametrize("decay", [S, C])
+def test_normed_keys_have_the_same_bits_in_blocks_of_any_length(
+    decay: Decay, device: torch.device
+) -> None:
+    if device.type != "cuda":
+        pytest.skip("the interpreter sums in one order; run it on a GPU")
+    from replayssm.ops.triton.call import Fused
+    from replayssm.ops.triton.host import step_
+    from replayssm.ops.triton.launch import choose_launch
+    from replayssm.ops.triton.plan import device_plan
+
+    rows, window = 256, 16
+    at = LayerSpec(D, decay, 8, 32 if decay is S else 8, key_dim=128, value_dim=128)
+    spec = StorageSpec(at, Format.F32, RingSpec(window, max_block=8), torch.bfloat16)
+    # keys of many sizes: of unit ones every sum would be about 1
+    drawn = make_block(at, rows, window, seed=0)
+    keys = torch.randn(drawn.k.shape, generator=torch.Generator().manual_seed(1))
+    whole = block_on(replace(drawn, k=keys), device, torch.bfloat16)
+    zero, rings = np.zeros(rows, np.int64), []
+    # of few rows and of many, which are launched with other numbers of warps
+    for tokens, as_of in product((1, 2, 4, 8), (3, rows)):
+        how = choose_launch(spec, as_of, tokens, device)
+        store = allocate(spec, rows, device)
+        for start in range(0, window, tokens):
+            part = (getattr(whole, x)[:, start : start + tokens] for x in ("q", "k", "v", "g", "w"))
+            block = Block(*(x.contiguous() for x in part))
+            plan = BlockPlan(np.arange(rows), zero, zero + start, zero + start, zero + tokens)
+            on_device = device_plan(plan, spec.ring, [FULL] * rows, tokens, device)
+            out = torch.empty_like(block.v)
+            step_(store, on_device, block, out, Fused(norm=True), how)
+        rings.append(store.k.cpu())
+    assert all(torch.equal(ring, rings[0]) for ring in rings)
 
 
 @pytest.mark.parametrize("at", ODD.values(), ids=lambda at: f"{at.write}-{at.decay}")

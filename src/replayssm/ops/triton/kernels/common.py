@@ -100,6 +100,21 @@ def unit(x, eps, NORM: tl.constexpr):
 
 
 @triton.jit
+def unit_key(x, eps, NORM: tl.constexpr):
+    """Divide a key that is appended by its norm, with the same bits whatever a block's length.
+
+    The length decides the layout, and the layout the order of a sum. In fp64 the order is lost when
+    the sum is rounded, so the ring, and the checkpoint that it is folded into, do not know it.
+    """
+    if NORM:
+        axis: tl.constexpr = len(x.shape) - 1
+        wide = x.to(tl.float64)
+        squares = tl.sum(wide * wide, axis, keep_dims=True).to(tl.float32)
+        x = x * tl.rsqrt(squares + eps)
+    return x
+
+
+@triton.jit
 def _cut_bf16(a):
     """Return the leading 8 bits of fp32 ``a`` as bf16, and the exact rest; three cuts are all."""
     bits = a.to(tl.int32, bitcast=True)

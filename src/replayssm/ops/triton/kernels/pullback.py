@@ -28,6 +28,7 @@ from replayssm.ops.triton.kernels.common import (
     gate,
     oldest_needed,
     unit,
+    unit_key,
 )
 
 
@@ -108,7 +109,7 @@ def append_values(
 def keys_of(k, tokens, live, k_token, eps, NORM: tl.constexpr, KIND: tl.constexpr):
     """Return the keys of block ``tokens`` as the ring keeps them; ``k`` points at the channels."""
     key = tl.load(k + tokens * k_token, live, 0.0)
-    return unit(key.to(tl.float32), eps, NORM).to(KIND)
+    return unit_key(key.to(tl.float32), eps, NORM).to(KIND)
 
 
 @triton.jit

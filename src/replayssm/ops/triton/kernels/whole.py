@@ -19,7 +19,7 @@ from replayssm.ops.triton.kernels.common import (
     gate,
     oldest_needed,
     product,
-    unit,
+    unit_key,
 )
 from replayssm.ops.triton.kernels.read import pack_digits, read_numbers, read_words
 from replayssm.ops.triton.kernels.step import fold_part
@@ -34,7 +34,7 @@ def _own_entry(
     """Return the token's key as the ring keeps it, values, log-decay and write strength."""
     kk = tl.arange(0, BK)
     key = tl.load(k + kk, (kk < K) & here, 0.0)
-    key = unit(key.to(tl.float32), eps, NORM).to(KIND)
+    key = unit_key(key.to(tl.float32), eps, NORM).to(KIND)
     value = tl.load(v + r, r_live & here, 0.0)
     raw_w, rate, bias = 0.0, 0.0, 0.0
     if GATES != "dt":
