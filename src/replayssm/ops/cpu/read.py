@@ -55,7 +55,7 @@ FP32 = 4
 # again. Kernels are cached by processor, so this is no constant of another machine's
 FETCHES_FP32 = not get_host_cpu_name().startswith("znver")
 # bytes between what is read in the order of memory and what is fetched, by bytes of an element
-AHEAD = (0, 2048, 4096, 0, 2048 if FETCHES_FP32 else 0)
+AHEAD = (0, 2048, 4096, 0, 2048) if FETCHES_FP32 else (0, 1024, 2048, 0, 0)
 
 
 @inlined

@@ -48,6 +48,13 @@ def fetch_ahead(address: int, nbytes: int) -> None:
         fetch_bytes(address + AHEAD, nbytes)
 
 
+@inlined
+def fetch_rest(p: int, row: int, first: int, stop: int) -> None:
+    """Fetch the bytes from ``first`` to ``stop`` of four rows, which go side by side."""
+    for r in range(4):
+        fetch_ahead(p + r * row + first, stop - first)
+
+
 def make_see(kind: int) -> tuple[Callable[..., Eight], Callable[..., Two]]:
     """Return what a delta write sees of (four rows, one row): lanes of ``S D q`` and of ``S D k``.
 
@@ -107,6 +114,7 @@ def make_see(kind: int) -> tuple[Callable[..., Eight], Callable[..., Two]]:
         sums = (o, o, o, o, o, o, o, o)
         for i in range(0, start, PART):
             sums = parts(p + size * i, row, query + 4 * i, seen + 4 * i, sums)
+        fetch_rest(p, row, size * start, size * keys)
         for i in range(start, whole, LANES):
             sums = chunk(p, row, query, seen, i, LANES, sums)
         if whole < keys:
@@ -180,6 +188,8 @@ def make_write(kind: int) -> tuple[Callable[..., Four], Callable[..., Vec]]:
         for i in range(0, start, PART):
             here = (at[0] + 4 * i, at[1] + 4 * i, at[2] + 4 * i)
             sums = parts(p + size * i, to + size * i, row, us, here, sums, seen)
+        if not is_seen:
+            fetch_rest(p, row, size * start, size * keys)
         for i in range(start, whole, LANES):
             sums = chunk(p, to, row, us, at, i, LANES, sums)
         if whole < keys:
