@@ -55,11 +55,8 @@ def fetch_rest(p: int, row: int, first: int, stop: int) -> None:
         fetch_ahead(p + r * row + first, stop - first)
 
 
-def make_see(kind: int) -> tuple[Callable[..., Eight], Callable[..., Two]]:
-    """Return what a delta write sees of (four rows, one row): lanes of ``S D q`` and of ``S D k``.
-
-    Half of the lines of every row are fetched here, half where it is written.
-    """
+def make_see_parts(kind: int) -> Callable[[int, int, int, int, Eight], Eight]:
+    """Return what :func:`make_see` does with 128 keys of four rows, in the order of memory."""
     size = 4 if kind == IS_F32 else 2
     step = size * LANES
 
@@ -93,6 +90,16 @@ def make_see(kind: int) -> tuple[Callable[..., Eight], Callable[..., Two]]:
         c, g = part(p + 2 * row, x, z, (sums[2], sums[6]))
         d, h = part(p + 3 * row, x, z, (sums[3], sums[7]))
         return a, b, c, d, e, f, g, h
+
+    return parts
+
+
+def make_see(kind: int) -> tuple[Callable[..., Eight], Callable[..., Two]]:
+    """Return what a delta write sees of (four rows, one row): lanes of ``S D q`` and of ``S D k``.
+
+    Half of the lines of every row are fetched here, half where it is written.
+    """
+    size, parts = 4 if kind == IS_F32 else 2, make_see_parts(kind)
 
     @inlined
     def chunk(p: int, row: int, query: int, seen: int, i: int, n: int, sums: Eight) -> Eight:
@@ -132,19 +139,22 @@ def make_see(kind: int) -> tuple[Callable[..., Eight], Callable[..., Two]]:
     return see_four, see_one
 
 
-def make_write(kind: int) -> tuple[Callable[..., Four], Callable[..., Vec]]:
-    """Return (four rows, one row): ``S D + u k`` to any place, and lanes of ``S D q``.
-
-    ``at`` are the addresses of k, D and D q.
-    """
-    size = 4 if kind == IS_F32 else 2
-    step = size * LANES
+def make_renew(kind: int) -> Callable[[int, int, Vec, Vec, Vec, Vec, Vec, int], Vec]:
+    """Return what rewrites up to 16 keys of a row, and adds to lanes of ``S D q``."""
 
     @inlined
     def renew(p: int, to: int, u: Vec, k: Vec, d: Vec, x: Vec, a: Vec, n: int) -> Vec:
         s = load_as(p, kind, n)
         store_as(to, kind, fma(u, k, mul(s, d)), n)
         return fma(s, x, a)
+
+    return renew
+
+
+def make_write_parts(kind: int) -> Callable[..., Four]:
+    """Return what :func:`make_write` does with 128 keys of four rows, in the order of memory."""
+    size, renew = 4 if kind == IS_F32 else 2, make_renew(kind)
+    step = size * LANES
 
     @inlined
     def part(p: int, to: int, u: Vec, k: Eight, d: Eight, x: Eight, a: Vec, seen: int) -> Vec:
@@ -165,6 +175,16 @@ def make_write(kind: int) -> tuple[Callable[..., Four], Callable[..., Vec]]:
         b = part(p + row, to + row, us[1], k, d, x, sums[1], seen)
         c = part(p + 2 * row, to + 2 * row, us[2], k, d, x, sums[2], seen)
         return a, b, c, part(p + 3 * row, to + 3 * row, us[3], k, d, x, sums[3], seen)
+
+    return parts
+
+
+def make_write(kind: int) -> tuple[Callable[..., Four], Callable[..., Vec]]:
+    """Return (four rows, one row): ``S D + u k`` to any place, and lanes of ``S D q``.
+
+    ``at`` are the addresses of k, D and D q.
+    """
+    size, renew, parts = 4 if kind == IS_F32 else 2, make_renew(kind), make_write_parts(kind)
 
     @inlined
     def chunk(p: int, to: int, row: int, us: Four, at: Vectors, i: int, n: int, sums: Four) -> Four:
