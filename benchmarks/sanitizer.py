@@ -17,6 +17,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ import torch
 
 from gpu.report import environment
 from replayssm.ops import conv_
+from replayssm.ops.triton import one_pass
+from replayssm.ops.triton.call import PLAIN
 from replayssm.ops.triton.host import fold_, step_calls
 from replayssm.ops.triton.host import step_ as launch_
 from replayssm.ops.triton.launch import Launch, default_launch
@@ -43,6 +46,7 @@ LAYERS = {
     "mamba2": LayerSpec(Write.ADDITIVE, Decay.SCALAR, 2, 6, 64, 48, ConvSpec(300, 4)),
     "gdn": LayerSpec(Write.DELTA, Decay.SCALAR, 2, 4, 64, 48),
     "kda": LayerSpec(Write.DELTA, Decay.CHANNEL, 2, 2, 40, 48),
+    "one-pass": LayerSpec(Write.DELTA, Decay.SCALAR, 2, 4, 128, 128),
 }
 ROWS, WINDOW = 3, 4
 
@@ -95,6 +99,27 @@ def drive(layer: LayerSpec, fmt: Format, tokens: int, way: int, device: torch.de
     return names | {"fold_kernel", "compact_kernel", "advance_kernel"}
 
 
+def drive_one_pass(
+    layer: LayerSpec, fmt: Format, tokens: int, how: one_pass.OnePass, device: torch.device
+) -> set[str]:
+    """Drive three sequences over two windows without a pull-back, pads and trees among them."""
+    ring = RingSpec(WINDOW, max_block=tokens)
+    pool = StatePool([layer], ROWS, state=fmt, ring=ring, ring_dtype=torch.bfloat16, device=device)
+    refs = [pool.admit_([make_state(layer, seed=i).to(device)], position=i) for i in range(ROWS)]
+    for step in range(2 * WINDOW):
+        rows = [*refs[:2], None if step % 2 else refs[2]]
+        trees = [[-1, 0, 0][:tokens]] * ROWS if step % 3 == 0 else None
+        ticket = pool.begin(rows, tokens, trees)
+        plan = device_plan(ticket.plan, ring, [ReadDepth.FULL] * ROWS, tokens, device)
+        block = block_of(layer, tokens, step, device)
+        out = torch.empty_like(block.v)
+        one_pass.step_call(pool.stores[0], plan, block, out, PLAIN, how).run()
+        ticket.stepped.add(0)
+        pool.commit_(ticket, 1)
+    one_pass.fold_call(pool.stores[0], plan, how).run()
+    return {"one_pass_kernel"}
+
+
 def standard(layer: LayerSpec, device: torch.device) -> set[str]:
     """Run a block of the standard step."""
     zero = np.zeros(ROWS, np.int64)
@@ -110,7 +135,10 @@ def run_layer(name: str) -> None:
     """Run every kernel of a layer and print their names."""
     layer, device = LAYERS[name], torch.device("cuda")
     names = standard(layer, device)
-    for fmt in (Format.F32, Format.Q24):
+    if name == "one-pass":
+        for fmt, tokens, parts in product((Format.F32, Format.BF16), (1, 3), (1, 4)):
+            names |= drive_one_pass(layer, fmt, tokens, one_pass.OnePass(1, parts), device)
+    for fmt in () if name == "one-pass" else (Format.F32, Format.Q24):
         for tokens in (1, 3):
             for way in range(5 if name == "mamba2" else 3):
                 names |= drive(layer, fmt, tokens, way, device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,48 @@ def test_every_kernel_compiles(name: str, target: str, rows: int) -> None:
     for made in calls(name, "f32", 1, ReadDepth.HIGH, rows).values():
         for call in made:
             compile_call(call, target)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "f32"])
+@pytest.mark.parametrize("value_heads", [16, 32, 64])
+@pytest.mark.parametrize("tokens", [0, 1, 4, 8])
+def test_one_pass_keeps_to_its_registers_on_an_h200(
+    fmt: str, value_heads: int, tokens: int
+) -> None:
+    from replayssm.ops.triton.aot import compile_call
+
+    for is_tree in (False, True) if tokens > 1 else (False,):
+        found = compile_call(one_pass(fmt, value_heads, tokens, is_tree), "sm_90")
+        assert found.spilled == 0, found
+        # so that three or four programs share a multiprocessor: fewer would wait for their tiles
+        assert found.registers <= (128 if fmt == "bf16" else 168), found
+        assert found.shared <= 227 * 1024 // 3, found
+
+
+def one_pass(fmt: str, value_heads: int, tokens: int, is_tree: bool) -> Call:
+    """Return the launch of one pass on tensors that hold nothing; of no tokens, the fold alone."""
+    from replayssm.ops.triton import one_pass
+    from replayssm.ops.triton.call import Fused
+    from replayssm.ops.triton.plan import device_plan
+
+    at, rows = replace(LAYERS["gdn"], value_heads=value_heads), 64
+    device, ring = torch.device("meta"), RingSpec(window=16, max_block=8)
+    spec = StorageSpec(at, Format(fmt), ring, torch.bfloat16)
+    store, zero = allocate(spec, rows, device), np.zeros(rows, np.int64)
+    parents = np.full((rows, tokens), -1) if is_tree else None
+    host = BlockPlan(np.arange(rows), zero, zero, zero, zero + tokens, parents)
+    plan = device_plan(host, ring, [ReadDepth.FULL] * rows, tokens, device)
+    how = one_pass.choose(spec, rows)
+    if not tokens:
+        return one_pass.fold_call(store, plan, how)
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(rows, tokens, *shape, dtype=torch.bfloat16, device=device)
+
+    q, v, gates = empty(at.key_heads, 128), empty(value_heads, 128), empty(value_heads)
+    each = torch.empty(value_heads, device=device)
+    fused = Fused("beta", each, each, norm=True)
+    return one_pass.step_call(store, plan, Block(q, q, v, gates, gates), v, fused, how)
 
 
 @pytest.mark.parametrize("rows", [2, 64])

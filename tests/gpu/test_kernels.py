@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
@@ -113,8 +113,13 @@ def forced(case: Case) -> Iterator[None]:
         # one launch, or one of the tiles that fold beside the others
         return replace(default_launch(spec), whole=True, fold_programs=case.keep)
 
-    is_forced = case.is_whole or case.launch is not None
-    with patch.object(host, "choose_launch", choose) if is_forced else nullcontext():
+    if not case.is_whole and case.launch is None:
+        yield
+        return
+    with (
+        patch.object(host, "choose_launch", choose),
+        patch.object(host.one_pass, "folds", lambda *_: False),
+    ):
         yield
 
 
@@ -200,6 +205,22 @@ LARGE = [
 ]  # fmt: skip
 
 
+SHARED = layer(D, S, 2, 8, 128, 128)
+# on Hopper, one pass without a pull-back
+CASES += [
+    *(Case(SHARED, fmt, FULL, 16, tokens=t, dtype=torch.bfloat16)
+      for fmt in ("bf16", "f32") for t in (1, 3, 4, 8, 9)),
+    *(Case(layer(D, S, 2, n, 128, v), "bf16", FULL, 8, tokens=t, dtype=torch.bfloat16)
+      for n, v, t in ((2, 64, 2), (4, 192, 5), (16, 128, 8))),
+    *(Case(SHARED, fmt, FULL, 16, tokens=5, is_tree=True, dtype=torch.bfloat16)
+      for fmt in ("bf16", "f32")),
+    *(Case(SHARED, fmt, FULL, w, tokens=3, keep=2, dtype=torch.bfloat16)
+      for fmt, w in (("bf16", 16), ("f32", 5))),
+    *(Case(SHARED, fmt, FULL, 8, tokens=4, dtype=torch.bfloat16, regime=r)
+      for fmt in ("bf16", "f32") for r in (Regime.CLOSED, Regime.RESET, Regime.OPEN)),
+]  # fmt: skip
+
+
 INTERPRETED = (
     Case(TINY, "q24", HIGH, dtype=torch.bfloat16, window=3),
     Case(ODD[A, S], "q24", None, dtype=torch.bfloat16, keep=1, tiles=2, window=3, is_whole=True),
@@ -272,9 +293,9 @@ def test_neither_read_depth_nor_rejected_drafts_leave_a_trace_in_a_checkpoint(
         assert all(torch.equal(plain[name], other[name]) for name in plain)
 
 
-@pytest.mark.parametrize("decay", [S, C])
+@pytest.mark.parametrize(("decay", "tiles"), [(S, 1), (S, 2), (C, 2)])
 def test_normed_keys_have_the_same_bits_in_blocks_of_any_length(
-    decay: Decay, device: torch.device
+    decay: Decay, tiles: int, device: torch.device
 ) -> None:
     if device.type != "cuda":
         pytest.skip("the interpreter sums in one order; run it on a GPU")
@@ -285,7 +306,7 @@ def test_normed_keys_have_the_same_bits_in_blocks_of_any_length(
 
     rows, window = 256, 16
     at = LayerSpec(D, decay, 8, 32 if decay is S else 8, key_dim=128, value_dim=128)
-    spec = StorageSpec(at, Format.F32, RingSpec(window, max_block=8), torch.bfloat16)
+    spec = StorageSpec(at, Format.F32, RingSpec(window, max_block=8, tiles=tiles), torch.bfloat16)
     # keys of many sizes: of unit ones every sum would be about 1
     drawn = make_block(at, rows, window, seed=0)
     keys = torch.randn(drawn.k.shape, generator=torch.Generator().manual_seed(1))

@@ -13,6 +13,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 if TYPE_CHECKING:
     from replayssm.ops.triton.call import Call
@@ -64,7 +65,8 @@ def compile_call(call: Call, target: str) -> Resources:
     options = {"num_warps": call.warps, "num_stages": 1}
     if call.registers and not target.startswith("gfx"):
         options["maxnreg"] = call.registers
-    source = ASTSource(call.kernel, signature, constants, aligned)
+    kind = GluonASTSource if call.kernel.is_gluon() else ASTSource
+    source = kind(call.kernel, signature, constants, aligned)
     built = triton.compile(source, target=TARGETS[target], options=options)
     registers, spilled = (None, None) if target.startswith("gfx") else _cubin(built.asm["cubin"])
     return Resources(registers, spilled, int(built.metadata.shared))

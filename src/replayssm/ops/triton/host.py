@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from replayssm.errors import UnsupportedError
+from replayssm.ops.triton import one_pass
 from replayssm.ops.triton.call import (
     PLAIN,
     Call,
@@ -71,6 +72,13 @@ def step_(
     """
     if not plan.rows:
         return
+    if one_pass.folds(store.spec, store.high.device):
+        how = one_pass.choose(store.spec, plan.rows)
+        if one_pass.reads(block, out, fused):
+            one_pass.step_call(store, plan, block, out, fused, how).run()
+            return
+        one_pass.fold_call(store, plan, how).run()
+        plan = plan.after_folds()
     calls = step_calls(store, plan, block, out, fused, launch)
     # what a pull-back leaves is what the others take
     first = 0 if calls[0].kernel is whole_kernel else 1
@@ -108,7 +116,7 @@ def step_calls(
     fused: Fused = PLAIN,
     launch: Launch | None = None,
 ) -> list[Call]:
-    """Return the launches of :func:`step_`, in order; arguments are its own."""
+    """Return the launches of a step with a pull-back, in order; arguments are those of step_."""
     spec = store.spec
     how = launch or choose_launch(spec, plan.rows, block.tokens, store.high.device)
     if how.whole and block.tokens == 1 and is_parallel(spec):
@@ -154,12 +162,15 @@ def step_calls(
 
 def fold_(store: LayerStore, plan: DevicePlan, launch: Launch | None = None) -> None:
     """Bring every row's planes to its newest boundary; mutates planes and scales only."""
-    if plan.rows:
+    if plan.rows and one_pass.folds(store.spec, store.high.device):
+        how = one_pass.choose(store.spec, plan.rows)
+        one_pass.fold_call(store, plan, how).run()
+    elif plan.rows:
         fold_call(store, plan, launch).run()
 
 
 def fold_call(store: LayerStore, plan: DevicePlan, launch: Launch | None = None) -> Call:
-    """Return the launch of :func:`fold_`."""
+    """Return the launch of a fold that is no one pass."""
     spec = store.spec
     how = launch or choose_launch(spec, plan.rows, 1, store.high.device)
     args = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from replayssm.ring import BlockPlan, RingSpec
+
+
+FOLDED, COMMITTED = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,12 @@ class DevicePlan:
     def rows(self) -> int:
         """B."""
         return int(self.counts.shape[1])
+
+    def after_folds(self) -> DevicePlan:
+        """Return the plan of the same rows once what is due has been folded: nothing is."""
+        counts = self.counts.clone()
+        torch.maximum(counts[FOLDED], counts[COMMITTED], out=counts[FOLDED])
+        return replace(self, counts=counts, due=torch.zeros_like(self.due))
 
 
 def device_plan(
@@ -86,7 +95,7 @@ def paths_on_device(
 def counts_on_host(plan: DevicePlan) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return ``folded`` and ``committed``, ``[B]`` each, once the device has come to rest."""
     counts = plan.counts.cpu().numpy()
-    return counts[2], counts[3]
+    return counts[FOLDED], counts[COMMITTED]
 
 
 def due_tiles(plan: BlockPlan, ring: RingSpec) -> NDArray[np.int32]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from replayssm.ops.triton import one_pass
 from replayssm.ops.triton.call import power_of_two
 from replayssm.ops.triton.launch import (
     Launch,
@@ -105,7 +106,12 @@ class Tuning:
     _standard_of: dict[Point, StandardLaunch] = field(default_factory=dict)
 
     def tune_replay(self, point: Point, passes: int) -> None:
-        """Find the launch of the replay step at a point, once for both read depths."""
+        """Find the launch of the replay step at a point, once for both read depths.
+
+        One pass has nothing to find: its sizes follow from the rows.
+        """
+        if one_pass.folds(point.spec, self.device):
+            return
         same = next((p for p in self._replay_of if replace(p, depth=point.depth) == point), None)
         if same is not None:
             self._replay_of[point] = self._replay_of[same]

@@ -1,0 +1,94 @@
+"""Device functions for kernels in Gluon, which says which lane holds what: shuffles, exact cuts.
+
+Gluon takes plain Triton functions too where they work element by element, so that a gate has one
+formula: :mod:`.common`.
+"""
+
+# Triton reads tuple sums, not starred tuples
+# ruff: noqa: RUF005
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+WARPS = 4
+"""Warps of a program."""
+
+
+@gluon.jit
+def of_lane(x, lane):
+    """Return what another lane of the warp holds."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=f,f,r", [x, lane], gl.float32, True, 1
+    )
+
+
+@gluon.jit
+def of_lane_above(x, distance):
+    """Return what the lane ``distance`` further up holds."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.down.b32 $0, $1, $2, 31, -1;", "=f,f,r", [x, distance], gl.float32, True, 1
+    )
+
+
+@gluon.jit
+def product_from(x, lane):
+    """Return the product over this lane and all above it."""
+    for step in gl.static_range(5):
+        above = of_lane_above(x, gl.full_like(x, 1 << step, dtype=gl.int32))
+        x = gl.where(lane + (1 << step) < 32, x * above, x)
+    return x
+
+
+@gluon.jit
+def sum_from(x, lane):
+    """Return the sum over this lane and all above it."""
+    for step in gl.static_range(5):
+        above = of_lane_above(x, gl.full_like(x, 1 << step, dtype=gl.int32))
+        x = gl.where(lane + (1 << step) < 32, x + above, x)
+    return x
+
+
+@gluon.jit
+def next_lane(x):
+    """Return what the next lane holds."""
+    return of_lane_above(x, gl.full_like(x, 1, dtype=gl.int32))
+
+
+@gluon.jit
+def leading(x):
+    """Cut fp32 into its leading bf16 and the exact rest."""
+    bits = x.to(gl.int32, bitcast=True)
+    top = (bits >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return top, x - (bits & -65536).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def parts_of(x, COUNT: gl.constexpr):
+    """Cut fp32 into two bf16, 16 bits of it, or into three, all of it."""
+    top, rest = leading(x)
+    parts = (top,)
+    if COUNT == 3:
+        middle, rest = leading(rest)
+        parts = (top, middle)
+    return parts + (rest.to(gl.bfloat16),)
+
+
+@gluon.jit
+def as_operands(parts, LAYOUT: gl.constexpr):
+    """Give parts the layout of an operand."""
+    moved = (gl.convert_layout(parts[0], LAYOUT),)
+    for i in gl.static_range(1, len(parts)):
+        moved = moved + (gl.convert_layout(parts[i], LAYOUT),)
+    return moved
+
+
+@gluon.jit
+def halves(x):
+    """Split a matrix down the middle."""
+    wide: gl.constexpr = x.shape[1] // 2
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, wide)), (0, 2, 1)))
+
+
+@gluon.jit
+def in_ring(position, R: gl.constexpr):
+    """Return the index of a position less than two rings from the first."""
+    return gl.where(position >= R, position - R, position)
