@@ -27,7 +27,6 @@ import torch
 from gpu.report import environment
 from replayssm.ops import conv_
 from replayssm.ops.triton import one_pass
-from replayssm.ops.triton.call import PLAIN
 from replayssm.ops.triton.host import fold_, step_calls
 from replayssm.ops.triton.host import step_ as launch_
 from replayssm.ops.triton.launch import Launch, default_launch
@@ -99,9 +98,7 @@ def drive(layer: LayerSpec, fmt: Format, tokens: int, way: int, device: torch.de
     return names | {"fold_kernel", "compact_kernel", "advance_kernel"}
 
 
-def drive_one_pass(
-    layer: LayerSpec, fmt: Format, tokens: int, how: one_pass.OnePass, device: torch.device
-) -> set[str]:
+def drive_one_pass(layer: LayerSpec, fmt: Format, tokens: int, device: torch.device) -> set[str]:
     """Drive three sequences over two windows without a pull-back, pads and trees among them."""
     ring = RingSpec(WINDOW, max_block=tokens)
     pool = StatePool([layer], ROWS, state=fmt, ring=ring, ring_dtype=torch.bfloat16, device=device)
@@ -110,13 +107,14 @@ def drive_one_pass(
         rows = [*refs[:2], None if step % 2 else refs[2]]
         trees = [[-1, 0, 0][:tokens]] * ROWS if step % 3 == 0 else None
         ticket = pool.begin(rows, tokens, trees)
-        plan = device_plan(ticket.plan, ring, [ReadDepth.FULL] * ROWS, tokens, device)
+        plan = device_plan(ticket.plan, ring, [ReadDepth.HIGH] * ROWS, tokens, device)
         block = block_of(layer, tokens, step, device)
         out = torch.empty_like(block.v)
-        one_pass.step_call(pool.stores[0], plan, block, out, PLAIN, how).run()
+        for call in one_pass.step_calls(pool.stores[0], plan, block, out):
+            call.run()
         ticket.stepped.add(0)
         pool.commit_(ticket, 1)
-    one_pass.fold_call(pool.stores[0], plan, how).run()
+    one_pass.fold_call(pool.stores[0], plan).run()
     return {"one_pass_kernel"}
 
 
@@ -136,8 +134,8 @@ def run_layer(name: str) -> None:
     layer, device = LAYERS[name], torch.device("cuda")
     names = standard(layer, device)
     if name == "one-pass":
-        for fmt, tokens, parts in product((Format.F32, Format.BF16), (1, 3), (1, 4)):
-            names |= drive_one_pass(layer, fmt, tokens, one_pass.OnePass(1, parts), device)
+        for fmt, tokens in product((Format.F32, Format.S32, Format.BF16), (1, 3)):
+            names |= drive_one_pass(layer, fmt, tokens, device)
     for fmt in () if name == "one-pass" else (Format.F32, Format.Q24):
         for tokens in (1, 3):
             for way in range(5 if name == "mamba2" else 3):

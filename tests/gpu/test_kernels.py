@@ -210,12 +210,14 @@ SHARED = layer(D, S, 2, 8, 128, 128)
 CASES += [
     *(Case(SHARED, fmt, FULL, 16, tokens=t, dtype=torch.bfloat16)
       for fmt in ("bf16", "f32") for t in (1, 3, 4, 8, 9)),
+    *(Case(SHARED, "s32", depth, 16, tokens=t, dtype=torch.bfloat16)
+      for depth in (HIGH, FULL, None) for t in (1, 4, 9)),
     *(Case(layer(D, S, 2, n, 128, v), "bf16", FULL, 8, tokens=t, dtype=torch.bfloat16)
       for n, v, t in ((2, 64, 2), (4, 192, 5), (16, 128, 8))),
     *(Case(SHARED, fmt, FULL, 16, tokens=5, is_tree=True, dtype=torch.bfloat16)
-      for fmt in ("bf16", "f32")),
+      for fmt in ("bf16", "f32", "s32")),
     *(Case(SHARED, fmt, FULL, w, tokens=3, keep=2, dtype=torch.bfloat16)
-      for fmt, w in (("bf16", 16), ("f32", 5))),
+      for fmt, w in (("bf16", 16), ("f32", 5), ("s32", 5))),
     *(Case(SHARED, fmt, FULL, 8, tokens=4, dtype=torch.bfloat16, regime=r)
       for fmt in ("bf16", "f32") for r in (Regime.CLOSED, Regime.RESET, Regime.OPEN)),
 ]  # fmt: skip

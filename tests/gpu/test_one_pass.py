@@ -12,7 +12,7 @@ from replayssm.ring import RingSpec
 from replayssm.state import StatePool
 from replayssm.storage import StorageSpec
 from replayssm.testing.factories import make_block, make_state
-from replayssm.types import Block, Decay, Format, Impl, LayerSpec, Write
+from replayssm.types import Block, Decay, Format, Impl, LayerSpec, ReadDepth, Write
 
 LAYER = LayerSpec(Write.DELTA, Decay.SCALAR, 2, 8, key_dim=128, value_dim=128)
 RING = RingSpec(16, max_block=9)
@@ -31,21 +31,35 @@ def hopper(device: torch.device) -> torch.device:
 class Drive:
     """How a stream of tokens is fed: blocks of ``(tokens, kept)``, which rows, and folds between.
 
-    ``parts``: programs that share a key head; 0 leaves it to the table.
+    ``parts``: programs that share a key head; 0 leaves it to the size rule. ``spoiled``: a value
+    and a key of the last token are NaN.
     """
 
     blocks: list[tuple[int, int]]
     rows: tuple[int, ...] = (0, 1, 2)
     folds_between: bool = False
     parts: int = 0
+    depth: ReadDepth = ReadDepth.HIGH
+    spoiled: bool = False
 
 
 def tokens_of(seed: int) -> Block:
     return make_block(LAYER, len(STARTS), STREAM + RING.max_block, seed=seed)
 
 
-def checkpoints(fmt: Format, drive: Drive, device: torch.device) -> torch.Tensor:
-    """Return the rows' checkpoints; tokens that are not kept are those of another stream."""
+def block_at(drive: Drive, done: int, tokens: int, kept: int, device: torch.device) -> Block:
+    """Return a block whose tokens that are not kept are those of another stream."""
+    right, wrong, fields, rows = tokens_of(1), tokens_of(2), [], list(drive.rows)
+    for name in ("q", "k", "v", "g", "w"):
+        part = getattr(wrong, name)[rows, done : done + tokens].clone()
+        part[:, :kept] = getattr(right, name)[rows, done : done + kept]
+        dtype = torch.bfloat16 if name in "qkv" else torch.float32
+        fields.append(part.to(device, dtype).contiguous())
+    return Block(*fields)
+
+
+def checkpoints(fmt: Format, drive: Drive, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the planes of the rows' checkpoints."""
     from replayssm.ops.triton import one_pass
 
     pool = StatePool(
@@ -55,29 +69,26 @@ def checkpoints(fmt: Format, drive: Drive, device: torch.device) -> torch.Tensor
     refs = [
         pool.admit_([make_state(LAYER, seed=i).to(device)], position=STARTS[i]) for i in drive.rows
     ]
-    right, wrong = tokens_of(1), tokens_of(2)
-    how = one_pass.OnePass(1, drive.parts, 168)
-    chosen = patch.object(one_pass, "choose", lambda *_: how) if drive.parts else None
-    done = 0
-    if chosen:
-        chosen.start()
-    for tokens, kept in drive.blocks:
-        block = []
-        for name in ("q", "k", "v", "g", "w"):
-            part = getattr(wrong, name)[list(drive.rows), done : done + tokens].clone()
-            part[:, :kept] = getattr(right, name)[list(drive.rows), done : done + kept]
-            dtype = torch.bfloat16 if name in "qkv" else torch.float32
-            block.append(part.to(device, dtype).contiguous())
-        ticket = pool.begin(refs, tokens)
-        pool.step_(ticket, 0, Block(*block))
-        pool.commit_(ticket, kept)
-        done += kept
-        if drive.folds_between:
-            pool.fold_(refs)
-    pool.fold_(refs)
-    if chosen:
-        chosen.stop()
-    return pool.stores[0].high[[r.slot for r in refs]].cpu()
+    done, shared = 0, {"return_value": drive.parts} if drive.parts else {"wraps": one_pass.parts_of}
+    with patch.object(one_pass, "parts_of", **shared):
+        for i, (tokens, kept) in enumerate(drive.blocks):
+            block = block_at(drive, done, tokens, kept, device)
+            if drive.spoiled and i + 1 == len(drive.blocks):
+                block.k[:, -1, :, 3] = block.v[:, -1, :, 5] = torch.nan
+            ticket = pool.begin(refs, tokens)
+            pool.step_(ticket, 0, block, depth=drive.depth)
+            pool.commit_(ticket, kept)
+            done += kept
+            if drive.folds_between:
+                pool.fold_(refs)
+        pool.fold_(refs)
+    slots = [ref.slot for ref in refs]
+    present = pool.stores[0].present()
+    return {name: present[name].cpu()[slots] for name in ("high", "low") if name in present}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name].view(torch.int16), b[name].view(torch.int16)) for name in a)
 
 
 REJECTED = [(4, (1, 4, 2, 3)[i % 4]) for i in range(25)] + [(4, 2)]
@@ -87,27 +98,42 @@ WAYS = {
     "blocks of nine, read by the pull-back": Drive([(9, 9)] * 7),
     "rejected tokens": Drive(REJECTED),
     "folds between": Drive([(1, 1)] * STREAM, folds_between=True),
+    "full reads": Drive([(4, 4)] * 15 + [(4, 3)], depth=ReadDepth.FULL),
     "shared key heads": Drive([(1, 1)] * STREAM, parts=4),
     "shared key heads, blocks": Drive([(4, 4)] * 15 + [(4, 3)], parts=8),
 }
 
 
-@pytest.mark.parametrize("fmt", [Format.BF16, Format.F32])
+FORMATS = (Format.BF16, Format.F32, Format.S32)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_is_a_function_of_the_tokens(
     fmt: Format, way: str, hopper: torch.device
 ) -> None:
     assert sum(kept for _, kept in WAYS[way].blocks) == STREAM
     single = checkpoints(fmt, Drive([(1, 1)] * STREAM), hopper)
-    assert torch.equal(checkpoints(fmt, WAYS[way], hopper), single)
+    assert same(checkpoints(fmt, WAYS[way], hopper), single)
 
 
-@pytest.mark.parametrize("fmt", [Format.BF16, Format.F32])
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_a_row_does_not_know_the_others(fmt: Format, hopper: torch.device) -> None:
     blocks = WAYS["blocks of four"].blocks
     together = checkpoints(fmt, Drive(blocks), hopper)
     for row in range(len(STARTS)):
-        assert torch.equal(checkpoints(fmt, Drive(blocks, (row,)), hopper)[0], together[row])
+        alone = checkpoints(fmt, Drive(blocks, (row,)), hopper)
+        assert same(alone, {name: x[row : row + 1] for name, x in together.items()})
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_entries_behind_a_boundary_do_not_reach_its_checkpoint(
+    fmt: Format, hopper: torch.device
+) -> None:
+    # eleven tokens from position 5 to the boundary, and one behind it
+    blocks = [(4, 4)] * 3
+    clean = checkpoints(fmt, Drive(blocks, (1,)), hopper)
+    assert same(checkpoints(fmt, Drive(blocks, (1,), spoiled=True), hopper), clean)
 
 
 def test_what_the_kernel_cannot_fold_is_not_folded_here() -> None:

@@ -73,27 +73,31 @@ def step_(
     if not plan.rows:
         return
     if one_pass.folds(store.spec, store.high.device):
-        how = one_pass.choose(store.spec, plan.rows)
         if one_pass.reads(block, out, fused):
-            one_pass.step_call(store, plan, block, out, fused, how).run()
+            _run_all(one_pass.step_calls(store, plan, block, out, fused), out.device)
             return
-        one_pass.fold_call(store, plan, how).run()
+        one_pass.fold_call(store, plan).run()
         plan = plan.after_folds()
     calls = step_calls(store, plan, block, out, fused, launch)
     # what a pull-back leaves is what the others take
     first = 0 if calls[0].kernel is whole_kernel else 1
     for call in calls[:first]:
         call.run()
-    *aside, last = calls[first:]
-    if aside and out.device.type == "cuda":
-        _run_beside(aside, last, out.device)
+    _run_all(calls[first:], out.device)
+
+
+def _run_all(calls: list[Call], device: torch.device) -> None:
+    """Run launches that need nothing of each other, at the same time where a device can."""
+    *aside, last = calls
+    if aside and device.type == "cuda":
+        _run_beside(aside, last, device)
     else:
-        for call in (*aside, last):
+        for call in calls:
             call.run()
 
 
 def _run_beside(aside: list[Call], call: Call, device: torch.device) -> None:
-    """Run launches that need nothing of each other at the same time; a graph captures them all."""
+    """Run launches on two streams; a graph captures them all."""
     main, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
@@ -163,8 +167,7 @@ def step_calls(
 def fold_(store: LayerStore, plan: DevicePlan, launch: Launch | None = None) -> None:
     """Bring every row's planes to its newest boundary; mutates planes and scales only."""
     if plan.rows and one_pass.folds(store.spec, store.high.device):
-        how = one_pass.choose(store.spec, plan.rows)
-        one_pass.fold_call(store, plan, how).run()
+        one_pass.fold_call(store, plan).run()
     elif plan.rows:
         fold_call(store, plan, launch).run()
 

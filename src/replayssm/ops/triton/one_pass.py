@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from replayssm.ops.triton.call import PLAIN, Call, Fused, has_asm, power_of_two, present, strides
-from replayssm.types import Decay, Format, Write
+from replayssm.types import Decay, Format, ReadDepth, Write
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 HOPPER = 9
 KEY_DIM, VALUE_ROWS = 128, 64
 MOST_WINDOW, MOST_PAST, MOST_TOKENS = 16, 24, 8
-PARTS = {Format.BF16: ((32, 8), (64, 4), (512, 2)), Format.F32: ((32, 8), (64, 4), (2048, 2))}
+PARTS = {
+    Format.BF16: ((32, 8), (64, 4), (512, 2)),
+    Format.F32: ((32, 8), (64, 4), (2048, 2)),
+    Format.S32: ((32, 8), (64, 4), (2048, 2)),
+}
 """Rows times key heads up to which programs share a key head, and how many: to fill the chip."""
 ALIGNED = 16
 """Elements that rows of a block start at multiples of, so that they are copied 16 bytes a lane."""
@@ -38,23 +42,30 @@ class OnePass:
 
     Attributes:
         buffers: Tiles of a state that a program has in flight.
-        parts: Programs that share the value heads of a row's key head.
         registers: Most registers of a thread; 0 leaves it to the compiler.
     """
 
     buffers: int
-    parts: int = 1
     registers: int = 0
 
 
-def choose(spec: StorageSpec, rows: int) -> OnePass:
-    """Return how a layer is launched for a block of ``rows`` rows, as measured on an H200."""
+# as many programs of a multiprocessor as its registers and shared memory hold
+FOLDING = {Format.BF16: OnePass(2), Format.F32: OnePass(1, 168), Format.S32: OnePass(1, 168)}
+READING = {Format.BF16: OnePass(2, 128), Format.F32: OnePass(1, 128), Format.S32: OnePass(2, 128)}
+"""The same of programs that fold nothing."""
+APART = frozenset({Format.S32})
+"""Formats whose rows that fold have a launch of their own: high reads leave a plane out."""
+
+
+def parts_of(spec: StorageSpec, rows: int) -> int:
+    """Return how many programs share a key head, as measured on an H200."""
     pairs = rows * spec.layer.key_heads
     parts = next((parts for most, parts in PARTS[spec.format] if pairs <= most), 1)
-    # as many programs of a multiprocessor as its registers and shared memory hold
-    if spec.format is Format.F32:
-        return OnePass(1, parts, 168)
-    return OnePass(2, parts)
+    return min(parts, _tiles(spec))
+
+
+def _tiles(spec: StorageSpec) -> int:
+    return spec.layer.heads_per_key * spec.layer.value_dim // VALUE_ROWS
 
 
 @cache
@@ -96,23 +107,24 @@ def reads(block: Block, out: Tensor, fused: Fused) -> bool:
     )
 
 
-def step_call(
-    store: LayerStore,
-    plan: DevicePlan,
-    block: Block,
-    out: Tensor,
-    fused: Fused,
-    how: OnePass,
-) -> Call:
-    """Return the launch of a step; arguments are those of :func:`.host.step_`."""
-    return _call(store, plan, (block.q, block.k, block.v, block.g, block.w), out, fused, how,
-                 block.tokens)  # fmt: skip
+def step_calls(
+    store: LayerStore, plan: DevicePlan, block: Block, out: Tensor, fused: Fused = PLAIN
+) -> list[Call]:
+    """Return the launches of a step, which need nothing of each other.
+
+    Arguments are those of :func:`.host.step_`.
+    """
+    inputs, fmt = (block.q, block.k, block.v, block.g, block.w), store.spec.format
+    given = (store, plan, inputs, out, fused, block.tokens)
+    if fmt not in APART or (store.low is not None and plan.depth != ReadDepth.HIGH):
+        return [_call(*given, FOLDING[fmt], "all")]
+    return [_call(*given, FOLDING[fmt], "due"), _call(*given, READING[fmt], "rest")]
 
 
-def fold_call(store: LayerStore, plan: DevicePlan, how: OnePass) -> Call:
+def fold_call(store: LayerStore, plan: DevicePlan) -> Call:
     """Return the launch of a fold of what is due: a step of no tokens."""
     none = store.k
-    return _call(store, plan, (none,) * 5, none, PLAIN, how, 0)
+    return _call(store, plan, (none,) * 5, none, PLAIN, 0, FOLDING[store.spec.format], "due")
 
 
 def _call(
@@ -121,28 +133,29 @@ def _call(
     inputs: tuple[Tensor, ...],
     out: Tensor,
     fused: Fused,
-    how: OnePass,
     tokens: int,
+    how: OnePass,
+    which: str,
 ) -> Call:
-    at, ring = store.spec.layer, store.spec.ring
-    stored = (store.high, store.k, store.v, store.g, store.w)
-    none = store.g
-    args = (
-        plan.counts, plan.ancestors, *inputs, present(fused.rate, none), present(fused.bias, none),
-        out, *stored, plan.rows, *strides(*inputs, out), *(x.stride(0) for x in stored),
-        fused.q_scale, fused.norm_eps,
-    )  # fmt: skip
-    tiles = at.heads_per_key * at.value_dim // VALUE_ROWS
-    parts = min(how.parts, tiles)
-    constants = {
-        "T": tokens, "H": at.key_heads, "HV": at.value_heads, "K": at.key_dim, "V": at.value_dim,
-        "R": ring.ring_len, "WINDOW": ring.window, "KEEP": ring.keep,
-        "TREE": tokens > 0 and plan.parents is not None, "GATES": fused.gates, "NORM": fused.norm,
-        "BUFFERS": how.buffers, "PARTS": parts,
-    }  # fmt: skip
     # Gluon cannot be imported where kernels are interpreted
     from replayssm.ops.triton.kernels.hopper import WARPS
     from replayssm.ops.triton.kernels.one_pass import one_pass_kernel
 
+    at, ring, none = store.spec.layer, store.spec.ring, store.g
+    has_both = store.low is not None and which != "rest"
+    stored = (store.high, present(store.low, store.high), store.k, store.v, store.g, store.w)
+    args = (
+        plan.counts, plan.due, plan.ancestors, *inputs, present(fused.rate, none),
+        present(fused.bias, none), out, *stored, plan.rows, *strides(*inputs, out),
+        *(x.stride(0) for x in stored), fused.q_scale, fused.norm_eps,
+    )  # fmt: skip
+    parts = parts_of(store.spec, plan.rows)
+    constants = {
+        "T": tokens, "H": at.key_heads, "HV": at.value_heads, "K": at.key_dim, "V": at.value_dim,
+        "R": ring.ring_len, "WINDOW": ring.window, "KEEP": ring.keep,
+        "TREE": tokens > 0 and plan.parents is not None, "GATES": fused.gates, "NORM": fused.norm,
+        "DEPTH": plan.depth if has_both and which == "all" else "high", "BOTH": has_both,
+        "WHICH": which, "BUFFERS": min(how.buffers, _tiles(store.spec) // parts), "PARTS": parts,
+    }  # fmt: skip
     grid = (plan.rows * at.key_heads * parts,)
     return Call(one_pass_kernel, grid, args, constants, WARPS, how.registers)

@@ -55,6 +55,7 @@ from replayssm.ops.triton.kernels.common import (
     BASE,
     COMMITTED,
     FOLDED,
+    FULL,
     LENGTH,
     SLOT,
     folded_to,
@@ -71,7 +72,6 @@ from replayssm.ops.triton.kernels.one_pass_system import (
     key_products,
 )
 from replayssm.ops.triton.kernels.one_pass_tiles import (
-    BY_KEYS,
     KEY_COLUMNS,
     KEY_ROWS,
     LEFT,
@@ -84,7 +84,8 @@ from replayssm.ops.triton.kernels.one_pass_tiles import (
     add_two,
     ask,
     fold_bf16,
-    fold_f32,
+    fold_exactly,
+    tile_as_read,
     times_keys_and_queries,
 )
 
@@ -136,6 +137,26 @@ def _shared_queries(raw, is_token, scale, eps, NORM: gl.constexpr):
 
 
 @gluon.jit
+def _plane_buffers(planes, COUNT: gl.constexpr, K: gl.constexpr):
+    """Allocate buffers of tiles, a plane each."""
+    layout: gl.constexpr = SWIZZLED_F32 if planes[0].dtype.element_ty == F32 else SWIZZLED
+    buffers = (gl.allocate_shared_memory(planes[0].dtype.element_ty, [COUNT, ROWS, K], layout),)
+    if len(planes) == 2:
+        kind: gl.constexpr = planes[1].dtype.element_ty
+        buffers = (buffers[0], gl.allocate_shared_memory(kind, [COUNT, ROWS, K], SWIZZLED))
+    return buffers
+
+
+@gluon.jit
+def _of_tile(planes, offset):
+    """Return where a tile is in each plane."""
+    targets = (planes[0] + offset,)
+    if len(planes) == 2:
+        targets = (targets[0], planes[1] + offset)
+    return targets
+
+
+@gluon.jit
 def _raw_gates(g, w, rates, biases, head, token, given, g_token, w_token, GATES: gl.constexpr):
     """Ask for what the log-decays and write strengths of a block are made of."""
     g_raw = gl.load(g + token[None, :] * g_token + head, given, 0.0).to(F32)
@@ -160,54 +181,29 @@ def _output(y, product, product_new, values, values_new, read, head, factors,
 
 
 @gluon.jit
-def one_pass_kernel(
-    plan, ancestors, q, k, v, g, w, rates, biases, out, state, ring_k, ring_v, ring_g, ring_w, rows,
-    q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, w_row, w_token,
-    out_row, out_token, s_slot, k_slot, v_slot, g_slot, w_slot, q_scale, eps,
+def _serve(
+    raw, stands, block, stored, steps, row, h, part, past, due, length, full, q_scale, eps,
     T: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
-    R: gl.constexpr, WINDOW: gl.constexpr, KEEP: gl.constexpr, TREE: gl.constexpr,
-    GATES: gl.constexpr, NORM: gl.constexpr, BUFFERS: gl.constexpr, PARTS: gl.constexpr,
+    R: gl.constexpr, TREE: gl.constexpr, GATES: gl.constexpr, NORM: gl.constexpr,
+    DEPTH: gl.constexpr, FOLDS: gl.constexpr, BUFFERS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Fold, append and read one of ``PARTS`` of a row's value heads of a key head.
-
-    A block of no tokens (T = 0) folds what is due and reads nothing; q, k, v, g, w and ``out`` are
-    not touched. The first part appends what all value heads share.
-    """
+    """Append, read and fold a program's tiles, once it is known where the row stands."""
     PER: gl.constexpr = HV // H
     TOKENS: gl.constexpr = 4 if T <= 4 else 8
     EACH: gl.constexpr = 8 // TOKENS  # columns of a token
-    TILES: gl.constexpr = PER * (V // ROWS) // PARTS
-    WIDE: gl.constexpr = state.dtype.element_ty == gl.float32
+    planes, ring_k, ring_v, ring_g, ring_w = stored
+    # an f32 state, or both planes of s32
+    WIDE: gl.constexpr = len(planes) == 2 or planes[0].dtype.element_ty == F32
     lanes: gl.constexpr = gl.BlockedLayout([1, 1, TOKENS], [1, 32, 1], [4, 1, 1], [2, 1, 0])
     heads: gl.constexpr = gl.SliceLayout(2, lanes)
-
-    part, pair = gl.program_id(0) % PARTS, gl.program_id(0) // PARTS
-    row, h = (pair // H).to(gl.int64), pair % H
-    q, k = q + row * q_row + h * K, k + row * k_row + h * K
-    v, out = v + row * v_row + h * (PER * V), out + row * out_row + h * (PER * V)
-
-    # the block's own inputs
+    k_raw, q_raw, raw_gates = raw
+    start, begin, end = stands
+    v, out, ancestors = block
+    v_token, out_token = steps
     column, token = gl.arange(0, K, KEY_COLUMNS), gl.arange(0, 8, KEY_ROWS)
     query = token // EACH
     entry = gl.arange(0, ENTRIES, gl.SliceLayout(0, heads))
     head = (h * PER + gl.arange(0, PER, gl.SliceLayout(1, heads)))[:, None]
-    given = ((entry >= BLOCK) & (entry < BLOCK + T))[None, :]
-    k_raw = gl.load(k + token[:, None] * k_token + column[None, :], (token < T)[:, None], 0.0)
-    q_raw = gl.load(q + query[:, None] * q_token + column[None, :],
-                    ((query < T) & (token % EACH == 0))[:, None], 0.0)  # fmt: skip
-    raw_gates = _raw_gates(g + row * g_row, w + row * w_row, rates, biases, head, entry - BLOCK,
-                           given, g_token, w_token, GATES)  # fmt: skip
-    gl.thread_barrier()
-
-    # the plan: where the row stands, and how many entries are due
-    slot, boundary, past, due, length = _place(plan, rows, row, T, WINDOW, KEEP)
-    start = (boundary % R).to(gl.int32)
-    ring_k += slot * k_slot + h * (R * K)
-    ring_v += slot * v_slot + h * (PER * R * V)
-    ring_g, ring_w = ring_g + slot * g_slot, ring_w + slot * w_slot
-    state += slot * s_slot + h * (PER * V * K)
-    begin, end = part * TILES, part * TILES + TILES
-    end = gl.where(slot < 0, begin, end) if T > 0 else gl.where(due > 0, end, begin)
 
     # the ring's gates and keys
     at_gate = head * R + in_ring(
@@ -223,16 +219,15 @@ def one_pass_kernel(
     gl.thread_barrier()
 
     # the first tiles
-    tile_layout: gl.constexpr = SWIZZLED_F32 if WIDE else SWIZZLED
     buffers = (
-        gl.allocate_shared_memory(state.dtype.element_ty, [BUFFERS, ROWS, K], tile_layout),
+        _plane_buffers(planes, BUFFERS, K),
         gl.allocate_shared_memory(BF16, [BUFFERS, 16, ROWS], SWIZZLED),
         gl.allocate_shared_memory(BF16, [BUFFERS, 16, ROWS], SWIZZLED),
     )
     low = gl.arange(0, 16, VALUE_ROWS)
     in_block = low - 8  # of entries 16 .. 31
     source = (
-        state, ring_v + in_ring(start + low, R)[:, None] * V, low < past,
+        planes, ring_v + in_ring(start + low, R)[:, None] * V, low < past,
         gl.where((in_block >= 0)[:, None], v + in_block[:, None] * v_token,
                  ring_v + in_ring(start + low + 16, R)[:, None] * V),
         gl.where(in_block >= 0, V, R * V),
@@ -261,8 +256,9 @@ def one_pass_kernel(
     gl.thread_barrier()
     keys.slice(BLOCK, 8, 0).store(k_new)
     products, with_queries = key_products(keys, queries, factors, TOKENS)
+    FOLD_PARTS: gl.constexpr = (3 if WIDE else 2) if FOLDS else 0
     read, fold = coefficients(products, with_queries, strength, gates, past, length, due, ancestors,
-                              row, T, TOKENS, TREE, 3 if WIDE else 2, lanes)  # fmt: skip
+                              row, T, TOKENS, TREE, FOLD_PARTS, lanes)  # fmt: skip
     factors = factors.load(TILE_COLUMNS)
     fence_async_shared()
     gl.thread_barrier()
@@ -278,11 +274,11 @@ def one_pass_kernel(
         wait_group(BUFFERS - 1)
         gl.thread_barrier()
         at = (i - begin) % BUFFERS
-        tile = buffers[0].index(at).load(gl.DotOperandLayout(0, BY_KEYS, 2))
+        tile = tile_as_read(buffers[0], at, full, DEPTH)
         v_old = buffers[1].index(at).permute((1, 0)).load(LEFT)
         v_new = buffers[2].index(at).permute((1, 0)).load(LEFT)
         v_block = buffers[2].index(at).slice(8, 8, 0).load(VALUES)
-        if due == 0:
+        if not FOLDS or due == 0:
             ask(i + BUFFERS, end, at, buffers, source, V, R)
         p, p_new, y, tile = times_keys_and_queries(tile, keys, queries)
         p_parts = as_operands(parts_of(p, 2), LEFT)
@@ -291,15 +287,89 @@ def one_pass_kernel(
         gl.store(ring_v + (each * (R * V) + first) + append_at, v_block, (append < length)[:, None])
         y = gl.where(out_tokens < length, y, 0.0).to(BF16)
         gl.store(out_at + (each * V + first), y, out_tokens < T)
-        if due > 0:
-            target, buffer = state + i * (ROWS * K), buffers[0].index(at)
-            if WIDE:
-                fold_f32(buffer, keys, v_old, fold, each, target)
-            else:
-                fold_bf16(tile, buffer, keys, v_old, p_parts, fold, each, target)
-            ask(i + BUFFERS, end, at, buffers, source, V, R)
-    if slot < 0:
-        for n in gl.static_range(TILES):
-            at_tile = (begin + n) // (V // ROWS) * V + (begin + n) % (V // ROWS) * ROWS
-            nothing = gl.zeros([ROWS, TOKENS], BF16, out_layout)
-            gl.store(out_at + at_tile, nothing, out_tokens < T)
+        if FOLDS:  # noqa: SIM102 - what does not fold must not be compiled
+            if due > 0:
+                if WIDE:
+                    fold_exactly(buffers[0], at, keys, v_old, fold, each, due,
+                                 _of_tile(planes, i * (ROWS * K)))  # fmt: skip
+                else:
+                    fold_bf16(tile, buffers[0][0].index(at), keys, v_old, p, fold, each, due,
+                              planes[0] + i * (ROWS * K))  # fmt: skip
+                ask(i + BUFFERS, end, at, buffers, source, V, R)
+
+
+@gluon.jit
+def one_pass_kernel(
+    plan, list_due, ancestors, q, k, v, g, w, rates, biases, out, high, low,
+    ring_k, ring_v, ring_g, ring_w, rows, q_row, q_token, k_row, k_token, v_row, v_token,
+    g_row, g_token, w_row, w_token, out_row, out_token,
+    high_slot, low_slot, k_slot, v_slot, g_slot, w_slot, q_scale, eps,
+    T: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
+    R: gl.constexpr, WINDOW: gl.constexpr, KEEP: gl.constexpr, TREE: gl.constexpr,
+    GATES: gl.constexpr, NORM: gl.constexpr, DEPTH: gl.constexpr, BOTH: gl.constexpr,
+    WHICH: gl.constexpr, BUFFERS: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """Fold, append and read one of ``PARTS`` of a row's value heads of a key head.
+
+    ``WHICH``: rows that are served: ``all``, or those that fold (``due``: by the plan's list) or do
+    not (``rest``). ``BOTH``: tiles are of both planes. A block of no tokens (T = 0) folds what is
+    due and reads nothing; q, k, v, g, w and ``out`` are not touched. The first part appends what
+    all value heads share; outputs of rows without a slot are 0.
+    """
+    PER: gl.constexpr = HV // H
+    TOKENS: gl.constexpr = 4 if T <= 4 else 8
+    EACH: gl.constexpr = 8 // TOKENS
+    TILES: gl.constexpr = PER * (V // ROWS) // PARTS
+    lanes: gl.constexpr = gl.BlockedLayout([1, 1, TOKENS], [1, 32, 1], [4, 1, 1], [2, 1, 0])
+    heads: gl.constexpr = gl.SliceLayout(2, lanes)
+    part, pair = gl.program_id(0) % PARTS, gl.program_id(0) // PARTS
+    row, h = (pair // H).to(gl.int64), pair % H
+    has_row = row >= 0
+    if WHICH == "due":
+        has_row = row < gl.load(list_due)
+        row = gl.load(list_due + 1 + row, has_row, 0).to(gl.int64)
+    q, k = q + row * q_row + h * K, k + row * k_row + h * K
+    v, out = v + row * v_row + h * (PER * V), out + row * out_row + h * (PER * V)
+
+    # the block's own inputs
+    column, token = gl.arange(0, K, KEY_COLUMNS), gl.arange(0, 8, KEY_ROWS)
+    query = token // EACH
+    entry = gl.arange(0, ENTRIES, gl.SliceLayout(0, heads))
+    head = (h * PER + gl.arange(0, PER, gl.SliceLayout(1, heads)))[:, None]
+    given = ((entry >= BLOCK) & (entry < BLOCK + T) & has_row)[None, :]
+    k_raw = gl.load(k + token[:, None] * k_token + column[None, :],
+                    ((token < T) & has_row)[:, None], 0.0)  # fmt: skip
+    q_raw = gl.load(q + query[:, None] * q_token + column[None, :],
+                    ((query < T) & (token % EACH == 0) & has_row)[:, None], 0.0)  # fmt: skip
+    raw_gates = _raw_gates(g + row * g_row, w + row * w_row, rates, biases, head, entry - BLOCK,
+                           given, g_token, w_token, GATES)  # fmt: skip
+    gl.thread_barrier()
+
+    # the plan: where the row stands, and how many entries are due
+    slot, boundary, past, due, length = _place(plan, rows, row, T, WINDOW, KEEP)
+    is_served = has_row & (slot >= 0)
+    if WHICH == "rest":
+        is_served = is_served & (due == 0)
+    elif T == 0:
+        is_served = is_served & (due > 0)
+    if is_served:
+        full = gl.load(plan + FULL * rows + row) != 0
+        state = h * (PER * V * K)
+        planes = (high + (slot * high_slot + state),)
+        if BOTH:
+            planes = (planes[0], low + (slot * low_slot + state))
+        stored = (planes, ring_k + slot * k_slot + h * (R * K),
+                  ring_v + slot * v_slot + h * (PER * R * V),
+                  ring_g + slot * g_slot, ring_w + slot * w_slot)  # fmt: skip
+        _serve(
+            (k_raw, q_raw, raw_gates), ((boundary % R).to(gl.int32), part * TILES,
+            part * TILES + TILES), (v, out, ancestors), stored, (v_token, out_token),
+            row, h, part, past, due, length, full, q_scale, eps,
+            T, H, HV, K, V, R, TREE, GATES, NORM, DEPTH, WHICH != "rest", BUFFERS, PARTS,
+        )  # fmt: skip
+    elif slot < 0:
+        value = gl.arange(0, ROWS, VALUE_COLUMNS)
+        for t in gl.static_range(T):
+            for i in gl.static_range(TILES):
+                at = out + t * out_token + (part * TILES + i) * ROWS + value
+                gl.store(at, gl.full_like(value, 0.0, dtype=BF16))

@@ -182,6 +182,7 @@ def coefficients(products, with_queries, strength, gates, past, length, due, anc
     """Return, in shared memory, what values, S k and S q are multiplied with: to read, to fold.
 
     Of each, three: coefficients of values, of S k, and the decay of the whole state.
+    ``FOLD_PARTS``: bf16 parts of a coefficient of the fold, 0 where nothing folds.
     """
     PER: gl.constexpr = strength.shape[0]
     b = _substitute(products, with_queries, strength, past, length, ancestors, row,
@@ -189,11 +190,14 @@ def coefficients(products, with_queries, strength, gates, past, length, due, anc
     decay = decay_of(gates)
     behind = _decays_behind(decay, ancestors, row, T, TOKENS, TREE, LANES)
     whole = of_lane(behind * decay[:, :, None], 0)
-    fold_whole = gl.allocate_shared_memory(F32, [PER], LINE)
-    fold_v = _allocate_parts(FOLD_PARTS, [PER * FOLDED, FOLDED], FOLD)
-    fold_p = _allocate_parts(FOLD_PARTS, [PER * FOLDED, FOLDED], FOLD)
-    if due > 0:
-        _prepare_fold(products, strength, gates, due, fold_v, fold_p, fold_whole)
+    fold = ()
+    if FOLD_PARTS:
+        fold_whole = gl.allocate_shared_memory(F32, [PER], LINE)
+        fold_v = _allocate_parts(FOLD_PARTS, [PER * FOLDED, FOLDED], FOLD)
+        fold_p = _allocate_parts(FOLD_PARTS, [PER * FOLDED, FOLDED], FOLD)
+        if due > 0:
+            _prepare_fold(products, strength, gates, due, fold_v, fold_p, fold_whole)
+        fold = (fold_v, fold_p, fold_whole._reinterpret(F32, [PER, 1], LINE))
     read_v = _allocate_parts(TOKENS // 4, [PER * 8, ENTRIES], READ)
     read_p = _allocate_parts(TOKENS // 4, [PER * 8, ENTRIES], READ)
     _put_parts(read_v, b * behind)
@@ -201,7 +205,4 @@ def coefficients(products, with_queries, strength, gates, past, length, due, anc
     read_whole = gl.allocate_shared_memory(F32, [PER, 8], TABLE)
     whole = gl.max(whole, 1)
     read_whole.store(whole if TOKENS == 8 else gl.reshape(gl.join(whole, whole), (PER, 8)))
-    return (
-        (read_v, read_p, read_whole._reinterpret(F32, [PER, 8], LINE)),
-        (fold_v, fold_p, fold_whole._reinterpret(F32, [PER, 1], LINE)),
-    )
+    return (read_v, read_p, read_whole._reinterpret(F32, [PER, 8], LINE)), fold

@@ -34,25 +34,59 @@ BY_QUERIES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 8, 
 
 
 @gluon.jit
+def _ask_plane(buffer, source, tile):
+    K: gl.constexpr = buffer.shape[1]
+    pieces: gl.constexpr = KEYS_F32 if source.dtype.element_ty == F32 else KEYS
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, pieces))[:, None]
+    column = gl.arange(0, K, gl.SliceLayout(0, pieces))[None, :]
+    copy(buffer, source + tile * (ROWS * K) + (row * K + column))
+
+
+@gluon.jit
 def ask(tile, end, at, buffers, source, V: gl.constexpr, R: gl.constexpr):
     """Ask for a tile of the state and its values, if it is before ``end``; close the group.
 
-    ``source``: the state; where the values of entries 0 .. 15 start and which are live; the same of
-    entries 16 .. 31, with how far the next head's values are.
+    ``source``: the planes; where the values of entries 0 .. 15 start and which are live; the same
+    of entries 16 .. 31, with how far the next head's values are. ``buffers``: of each plane, then
+    of values.
     """
-    state, old, old_live, new, new_step, new_live = source
-    K: gl.constexpr = buffers[0].shape[2]
-    pieces: gl.constexpr = KEYS_F32 if state.dtype.element_ty == F32 else KEYS
+    planes, old, old_live, new, new_step, new_live = source
     if tile < end:
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, pieces))[:, None]
-        column = gl.arange(0, K, gl.SliceLayout(0, pieces))[None, :]
+        for i in gl.static_range(len(planes)):
+            _ask_plane(buffers[0][i].index(at), planes[i], tile)
         value = gl.arange(0, ROWS, VALUE_COLUMNS)[None, :]
         head, first = tile // (V // ROWS), tile % (V // ROWS) * ROWS
-        copy(buffers[0].index(at), state + tile * (ROWS * K) + (row * K + column))
         copy(buffers[1].index(at), old + (head * (R * V) + first) + value, old_live[:, None])
         new_at = new + (head * new_step + first)[:, None] + value
         copy(buffers[2].index(at), new_at, new_live[:, None])
     commit_group()
+
+
+@gluon.jit
+def joined_s32(top, rest):
+    """Return the fp32 numbers of both planes."""
+    bits = (top.to(gl.int16, bitcast=True).to(gl.int32) << 16) + (rest.to(gl.int32) - 32768)
+    return bits.to(F32, bitcast=True)
+
+
+@gluon.jit
+def numbers_of(planes, at, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load columns of a tile in shared memory: numbers, of two planes the whole ones."""
+    numbers = planes[0].index(at).slice(FIRST, COUNT, 1).load(LAYOUT)
+    if len(planes) == 2:
+        numbers = joined_s32(numbers, planes[1].index(at).slice(FIRST, COUNT, 1).load(LAYOUT))
+    return numbers
+
+
+@gluon.jit
+def tile_as_read(planes, at, full, DEPTH: gl.constexpr):
+    """Load a tile as a read of the row's depth sees it, as the left operand of its products."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, BY_KEYS, 2)
+    numbers = planes[0].index(at).load(layout)
+    if len(planes) == 2 and DEPTH != "high":
+        whole = joined_s32(numbers, planes[1].index(at).load(layout))
+        numbers = gl.where(full, whole, numbers.to(F32)) if DEPTH == "mixed" else whole
+    return numbers
 
 
 @gluon.jit
@@ -80,6 +114,27 @@ def add_two(acc, of_v, of_p, head, values, product, FIRST: gl.constexpr, N: gl.c
 
 
 @gluon.jit
+def _due_values(values, due):
+    """Return values of entries that fold: what the others hold must not reach a checkpoint."""
+    is_due = gl.arange(0, FOLDED, gl.SliceLayout(0, LEFT)) < due
+    return gl.where(is_due[None, :], values, 0.0).to(BF16)
+
+
+@gluon.jit
+def _due_keys(keys, FIRST: gl.constexpr, COUNT: gl.constexpr, due):
+    """Load columns of the keys of entries that fold, as the right operand of an update."""
+    k = keys.slice(FIRST, COUNT, 1).slice(0, FOLDED, 0).load(RIGHT)
+    is_due = gl.arange(0, FOLDED, gl.SliceLayout(1, RIGHT)) < due
+    return gl.where(is_due[:, None], k, 0.0).to(BF16)
+
+
+@gluon.jit
+def _due_products(product, due):
+    is_due = gl.arange(0, FOLDED, gl.SliceLayout(0, product.type.layout)) < due
+    return gl.where(is_due[None, :], product, 0.0)
+
+
+@gluon.jit
 def _exact_writes(fold_v, fold_p, head, values, product):
     """Return values and products ``S k`` times a head's coefficients of a fold, all fp32.
 
@@ -100,11 +155,11 @@ def _exact_writes(fold_v, fold_p, head, values, product):
 
 
 @gluon.jit
-def _exact_products(buffer, keys):
-    """Return ``S K`` of an f32 tile in shared memory and the entries that fold, all fp32."""
+def _exact_products(planes, at, keys):
+    """Return ``S K`` of a tile in shared memory and the entries that fold, all fp32."""
     product = gl.zeros([ROWS, FOLDED], F32, TILE)
-    for c in gl.static_range(buffer.shape[1] // CUT):
-        top, middle, last = parts_of(buffer.slice(c * CUT, CUT, 1).load(LEFT), 3)
+    for c in gl.static_range(planes[0].shape[2] // CUT):
+        top, middle, last = parts_of(numbers_of(planes, at, c * CUT, CUT, LEFT), 3)
         k = keys.slice(c // 2 * HALF, HALF, 1).slice(0, FOLDED, 0).permute((1, 0))
         k = k.slice(c % 2 * CUT, CUT, 0).load(RIGHT)
         part = mma_v2(last, k, gl.zeros([ROWS, FOLDED], F32, TILE))
@@ -135,37 +190,56 @@ def times_keys_and_queries(tile, keys, queries):
 
 
 @gluon.jit
-def fold_bf16(tile, buffer, keys, values, product, fold, head, target):
-    """Fold a tile from registers and write it back, through its buffer, in 16-byte pieces."""
-    fold_v, fold_p, whole = fold
-    whole = gl.max(whole.index(head).load(TILE_COLUMNS), 0)
-    z = gl.zeros([ROWS, FOLDED], F32, TILE)
-    z = add_two(z, fold_v, fold_p, head, values, product, 0, FOLDED)
-    top, last = as_operands(parts_of(z, 2), LEFT)
-    sides = halves(gl.convert_layout(tile, TILE))
-    for c in gl.static_range(2):
-        acc = gl.convert_layout(sides[c], TILE).to(F32) * whole
-        k = keys.slice(c * HALF, HALF, 1).slice(0, FOLDED, 0).load(RIGHT)
-        acc = mma_v2(top, k, mma_v2(last, k, acc))
-        buffer.slice(c * HALF, HALF, 1).store(acc.to(BF16))
+def _write_plane(target, buffer):
+    """Write a plane's tile from shared memory in 16-byte pieces."""
     K: gl.constexpr = buffer.shape[1]
     row, column = gl.arange(0, ROWS, KEY_ROWS), gl.arange(0, K, KEY_COLUMNS)
     gl.store(target + row[:, None] * K + column[None, :], buffer.load(KEYS))
 
 
 @gluon.jit
-def fold_f32(buffer, keys, values, fold, head, target):
-    """Fold a tile in shared memory with fp32 products and write it back."""
+def fold_bf16(tile, buffer, keys, values, product, fold, head, due, target):
+    """Fold a tile from registers and write it back through its buffer."""
     fold_v, fold_p, whole = fold
     whole = gl.max(whole.index(head).load(TILE_COLUMNS), 0)
-    product = as_operands(parts_of(_exact_products(buffer, keys), 3), LEFT)
-    z = _exact_writes(fold_v, fold_p, head, values, product)
+    values = _due_values(values, due)
+    product = as_operands(parts_of(_due_products(product, due), 2), LEFT)
+    z = gl.zeros([ROWS, FOLDED], F32, TILE)
+    z = add_two(z, fold_v, fold_p, head, values, product, 0, FOLDED)
+    top, last = as_operands(parts_of(z, 2), LEFT)
+    sides = halves(gl.convert_layout(tile, TILE))
+    for c in gl.static_range(2):
+        acc = gl.convert_layout(sides[c], TILE).to(F32) * whole
+        k = _due_keys(keys, c * HALF, HALF, due)
+        acc = mma_v2(top, k, mma_v2(last, k, acc))
+        buffer.slice(c * HALF, HALF, 1).store(acc.to(BF16))
+    _write_plane(target, buffer)
+
+
+@gluon.jit
+def fold_exactly(planes, at, keys, values, fold, head, due, targets):
+    """Fold a tile in shared memory, of f32 or of both planes of s32, with fp32 products."""
+    fold_v, fold_p, whole = fold
+    whole = gl.max(whole.index(head).load(TILE_COLUMNS), 0)
+    product = _due_products(_exact_products(planes, at, keys), due)
+    product = as_operands(parts_of(product, 3), LEFT)
+    z = _exact_writes(fold_v, fold_p, head, _due_values(values, due), product)
     top, middle, last = as_operands(parts_of(z, 3), LEFT)
-    K: gl.constexpr = buffer.shape[1]
+    K: gl.constexpr = planes[0].shape[2]
     row, column = gl.arange(0, ROWS, TILE_ROWS), gl.arange(0, HALF, TILE_COLUMNS)
     for c in gl.static_range(2):
-        k = keys.slice(c * HALF, HALF, 1).slice(0, FOLDED, 0).load(RIGHT)
+        k = _due_keys(keys, c * HALF, HALF, due)
         written = mma_v2(last, k, gl.zeros([ROWS, HALF], F32, TILE))
         written = mma_v2(top, k, mma_v2(middle, k, written))
-        folded = gl.fma(buffer.slice(c * HALF, HALF, 1).load(TILE), whole, written)
-        gl.store(target + c * HALF + row[:, None] * K + column[None, :], folded)
+        folded = gl.fma(numbers_of(planes, at, c * HALF, HALF, TILE), whole, written)
+        if len(planes) == 2:
+            # every NaN has one pattern: others would read as -0 from the high plane
+            bits = gl.where(folded == folded, folded.to(gl.int32, bitcast=True), 0x7FC00000) + 32768
+            high, low = (bits >> 16).to(gl.int16).to(BF16, bitcast=True), bits.to(gl.uint16)
+            planes[0].index(at).slice(c * HALF, HALF, 1).store(high)
+            planes[1].index(at).slice(c * HALF, HALF, 1).store(low)
+        else:
+            gl.store(targets[0] + c * HALF + row[:, None] * K + column[None, :], folded)
+    if len(planes) == 2:
+        _write_plane(targets[0], planes[0].index(at))
+        _write_plane(targets[1], planes[1].index(at))
