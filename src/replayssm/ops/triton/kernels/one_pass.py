@@ -181,6 +181,52 @@ def _output(y, product, product_new, values, values_new, read, head, factors,
 
 
 @gluon.jit
+def _take_tiles(
+    begin, end, buffers, source, keys, queries, coefs, planes, out, out_token, ring_v, next_at,
+    length, due, full, T: gl.constexpr, V: gl.constexpr, R: gl.constexpr, DEPTH: gl.constexpr,
+    FOLDS: gl.constexpr, BUFFERS: gl.constexpr,
+):  # fmt: skip
+    """Read tile after tile, append its values, and fold it where it is due."""
+    TOKENS: gl.constexpr = 4 if T <= 4 else 8
+    WIDE: gl.constexpr = len(planes) == 2 or planes[0].dtype.element_ty == F32
+    K: gl.constexpr = keys.shape[1]
+    read, fold, factors = coefs
+    out_layout: gl.constexpr = TILE if TOKENS == 8 else FOUR_TOKENS
+    out_rows = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))[:, None]
+    out_tokens = gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout))[None, :]
+    out_at = out + out_tokens * out_token + out_rows
+    value, append = gl.arange(0, ROWS, VALUE_COLUMNS)[None, :], gl.arange(0, 8, VALUE_ROWS)
+    append_at = in_ring(next_at + append, R)[:, None] * V + value
+    for i in range(begin, end):
+        each, first = i // (V // ROWS), i % (V // ROWS) * ROWS
+        wait_group(BUFFERS - 1)
+        gl.thread_barrier()
+        at = (i - begin) % BUFFERS
+        tile = tile_as_read(buffers[0], at, full, DEPTH)
+        v_old = buffers[1].index(at).permute((1, 0)).load(LEFT)
+        v_new = buffers[2].index(at).permute((1, 0)).load(LEFT)
+        v_block = buffers[2].index(at).slice(8, 8, 0).load(VALUES)
+        if not FOLDS or due == 0:
+            ask(i + BUFFERS, end, at, buffers, source, V, R)
+        p, p_new, y, tile = times_keys_and_queries(tile, keys, queries)
+        p_parts = as_operands(parts_of(p, 2), LEFT)
+        p_new_parts = as_operands(parts_of(p_new, 2), LEFT)
+        y = _output(y, p_parts, p_new_parts, v_old, v_new, read, each, factors, TOKENS)
+        gl.store(ring_v + (each * (R * V) + first) + append_at, v_block, (append < length)[:, None])
+        y = gl.where(out_tokens < length, y, 0.0).to(BF16)
+        gl.store(out_at + (each * V + first), y, out_tokens < T)
+        if FOLDS:  # noqa: SIM102 - what does not fold must not be compiled
+            if due > 0:
+                if WIDE:
+                    fold_exactly(buffers[0], at, keys, v_old, fold, each, due,
+                                 _of_tile(planes, i * (ROWS * K)))  # fmt: skip
+                else:
+                    fold_bf16(tile, buffers[0][0].index(at), keys, v_old, p, fold, each, due,
+                              planes[0] + i * (ROWS * K))  # fmt: skip
+                ask(i + BUFFERS, end, at, buffers, source, V, R)
+
+
+@gluon.jit
 def _serve(
     raw, stands, block, stored, steps, row, h, part, past, due, length, full, q_scale, eps,
     T: gl.constexpr, H: gl.constexpr, HV: gl.constexpr, K: gl.constexpr, V: gl.constexpr,
@@ -263,39 +309,11 @@ def _serve(
     fence_async_shared()
     gl.thread_barrier()
 
-    out_layout: gl.constexpr = TILE if TOKENS == 8 else FOUR_TOKENS
-    out_rows = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))[:, None]
-    out_tokens = gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout))[None, :]
-    out_at = out + out_tokens * out_token + out_rows
-    value, append = gl.arange(0, ROWS, VALUE_COLUMNS)[None, :], gl.arange(0, 8, VALUE_ROWS)
-    append_at = in_ring(start + past + append, R)[:, None] * V + value
-    for i in range(begin, end):
-        each, first = i // (V // ROWS), i % (V // ROWS) * ROWS
-        wait_group(BUFFERS - 1)
-        gl.thread_barrier()
-        at = (i - begin) % BUFFERS
-        tile = tile_as_read(buffers[0], at, full, DEPTH)
-        v_old = buffers[1].index(at).permute((1, 0)).load(LEFT)
-        v_new = buffers[2].index(at).permute((1, 0)).load(LEFT)
-        v_block = buffers[2].index(at).slice(8, 8, 0).load(VALUES)
-        if not FOLDS or due == 0:
-            ask(i + BUFFERS, end, at, buffers, source, V, R)
-        p, p_new, y, tile = times_keys_and_queries(tile, keys, queries)
-        p_parts = as_operands(parts_of(p, 2), LEFT)
-        p_new_parts = as_operands(parts_of(p_new, 2), LEFT)
-        y = _output(y, p_parts, p_new_parts, v_old, v_new, read, each, factors, TOKENS)
-        gl.store(ring_v + (each * (R * V) + first) + append_at, v_block, (append < length)[:, None])
-        y = gl.where(out_tokens < length, y, 0.0).to(BF16)
-        gl.store(out_at + (each * V + first), y, out_tokens < T)
-        if FOLDS:  # noqa: SIM102 - what does not fold must not be compiled
-            if due > 0:
-                if WIDE:
-                    fold_exactly(buffers[0], at, keys, v_old, fold, each, due,
-                                 _of_tile(planes, i * (ROWS * K)))  # fmt: skip
-                else:
-                    fold_bf16(tile, buffers[0][0].index(at), keys, v_old, p, fold, each, due,
-                              planes[0] + i * (ROWS * K))  # fmt: skip
-                ask(i + BUFFERS, end, at, buffers, source, V, R)
+    _take_tiles(
+        begin, end, buffers, source, keys, queries, (read, fold, factors), planes, out, out_token,
+        ring_v, in_ring(start + past, R), length, due, full,
+        T, V, R, DEPTH, FOLDS, BUFFERS,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -347,6 +365,8 @@ def one_pass_kernel(
 
     # the plan: where the row stands, and how many entries are due
     slot, boundary, past, due, length = _place(plan, rows, row, T, WINDOW, KEEP)
+    # all of it at once: the rest would be asked for once it is known that there is a slot
+    gl.thread_barrier()
     is_served = has_row & (slot >= 0)
     if WHICH == "rest":
         is_served = is_served & (due == 0)
@@ -361,11 +381,14 @@ def one_pass_kernel(
         stored = (planes, ring_k + slot * k_slot + h * (R * K),
                   ring_v + slot * v_slot + h * (PER * R * V),
                   ring_g + slot * g_slot, ring_w + slot * w_slot)  # fmt: skip
+        # a number of tiles that the compiler knew would have it make all addresses of the loop
+        # before anything is asked for
+        end = gl.where(past >= 0, part * TILES + TILES, 0)
         _serve(
-            (k_raw, q_raw, raw_gates), ((boundary % R).to(gl.int32), part * TILES,
-            part * TILES + TILES), (v, out, ancestors), stored, (v_token, out_token),
-            row, h, part, past, due, length, full, q_scale, eps,
-            T, H, HV, K, V, R, TREE, GATES, NORM, DEPTH, WHICH != "rest", BUFFERS, PARTS,
+            (k_raw, q_raw, raw_gates), ((boundary % R).to(gl.int32), part * TILES, end),
+            (v, out, ancestors), stored, (v_token, out_token), row, h, part, past, due, length,
+            full, q_scale, eps, T, H, HV, K, V, R, TREE, GATES, NORM, DEPTH, WHICH != "rest",
+            BUFFERS, PARTS,
         )  # fmt: skip
     elif slot < 0:
         value = gl.arange(0, ROWS, VALUE_COLUMNS)
