@@ -108,7 +108,10 @@ def test_one_pass_keeps_to_its_registers_on_an_h200(
     fmt: str, value_heads: int, tokens: int
 ) -> None:
     from replayssm.ops.triton.aot import compile_call
+    from replayssm.ops.triton.one_pass import is_known_gluon
 
+    if not is_known_gluon():
+        pytest.skip("Gluon is another one in this version of Triton")
     for is_tree in (False, True) if tokens > 1 else (False,):
         for call in one_pass(fmt, value_heads, tokens, is_tree):
             found = compile_call(call, "sm_90")

@@ -22,8 +22,12 @@ STREAM = 63  # tokens that they commit
 
 @pytest.fixture
 def hopper(device: torch.device) -> torch.device:
+    from replayssm.ops.triton.one_pass import is_known_gluon
+
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         pytest.skip("needs a Hopper GPU")
+    if not is_known_gluon():
+        pytest.skip("Gluon is another one in this version of Triton")
     return device
 
 

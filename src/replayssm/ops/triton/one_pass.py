@@ -12,6 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+import triton
 
 from replayssm.ops.triton.call import PLAIN, Call, Fused, has_asm, power_of_two, present, strides
 from replayssm.types import Decay, Format, ReadDepth, Write
@@ -71,9 +72,17 @@ def _tiles(spec: StorageSpec) -> int:
 @cache
 def folds(spec: StorageSpec, device: torch.device) -> bool:
     """Whether a layer stored as ``spec`` is folded here on ``device``, whatever its blocks are."""
-    if not has_asm(device) or torch.cuda.get_device_capability(device)[0] != HOPPER:
+    if not is_known_gluon() or not has_asm(device):
         return False
-    return serves(spec)
+    return torch.cuda.get_device_capability(device)[0] == HOPPER and serves(spec)
+
+
+def is_known_gluon() -> bool:
+    """Whether this Triton's Gluon is the one that the kernel was written for and measured with.
+
+    It is experimental, and later versions name things otherwise; with them layers are pulled back.
+    """
+    return bool(triton.__version__.startswith("3.6."))
 
 
 def serves(spec: StorageSpec) -> bool:
