@@ -54,6 +54,8 @@ class OnePass:
 FOLDING = {Format.BF16: OnePass(2), Format.F32: OnePass(1, 168), Format.S32: OnePass(1, 168)}
 READING = {Format.BF16: OnePass(2, 128), Format.F32: OnePass(1, 128), Format.S32: OnePass(2, 128)}
 """The same of programs that fold nothing."""
+LONE = OnePass(1)
+"""Of programs that fold both planes of a single value head: at 168 registers they would spill."""
 APART = frozenset({Format.S32})
 """Formats whose rows that fold have a launch of their own: high reads leave a plane out."""
 
@@ -124,16 +126,22 @@ def step_calls(
     Arguments are those of :func:`.host.step_`.
     """
     inputs, fmt = (block.q, block.k, block.v, block.g, block.w), store.spec.format
+    folding = _folding(store.spec)
     given = (store, plan, inputs, out, fused, block.tokens)
     if fmt not in APART or (store.low is not None and plan.depth != ReadDepth.HIGH):
-        return [_call(*given, FOLDING[fmt], "all")]
-    return [_call(*given, FOLDING[fmt], "due"), _call(*given, READING[fmt], "rest")]
+        return [_call(*given, folding, "all")]
+    return [_call(*given, folding, "due"), _call(*given, READING[fmt], "rest")]
 
 
 def fold_call(store: LayerStore, plan: DevicePlan) -> Call:
     """Return the launch of a fold of what is due: a step of no tokens."""
     none = store.k
-    return _call(store, plan, (none,) * 5, none, PLAIN, 0, FOLDING[store.spec.format], "due")
+    return _call(store, plan, (none,) * 5, none, PLAIN, 0, _folding(store.spec), "due")
+
+
+def _folding(spec: StorageSpec) -> OnePass:
+    is_lone = spec.format is Format.S32 and spec.layer.heads_per_key == 1
+    return LONE if is_lone else FOLDING[spec.format]
 
 
 def _call(
