@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from replayssm.errors import UnsupportedError
 from replayssm.ring import RingSpec
 from replayssm.state import StatePool
-from replayssm.storage import StorageSpec
+from replayssm.storage import StorageSpec, allocate
 from replayssm.testing.factories import make_block, make_state
 from replayssm.types import Block, Decay, Format, Impl, LayerSpec, ReadDepth, Write
 
@@ -138,6 +139,35 @@ def test_entries_behind_a_boundary_do_not_reach_its_checkpoint(
     blocks = [(4, 4)] * 3
     clean = checkpoints(fmt, Drive(blocks, (1,)), hopper)
     assert same(checkpoints(fmt, Drive(blocks, (1,), spoiled=True), hopper), clean)
+
+
+@pytest.mark.parametrize("value_dim", [64, 128, 192, 320])
+@pytest.mark.parametrize("value_heads", [2, 4, 8, 16])
+def test_programs_that_share_a_key_head_take_all_of_its_tiles(
+    value_dim: int, value_heads: int
+) -> None:
+    pytest.importorskip("triton")
+    from replayssm.ops.triton.one_pass import parts_of
+
+    at = LayerSpec(Write.DELTA, Decay.SCALAR, 2, value_heads, key_dim=128, value_dim=value_dim)
+    for fmt in FORMATS:
+        spec = StorageSpec(at, fmt, RING, torch.bfloat16)
+        for rows in (1, 16, 32, 256, 4096):
+            assert value_heads // 2 * value_dim // 64 % parts_of(spec, rows) == 0
+
+
+def test_slots_that_are_not_aligned_are_refused() -> None:
+    pytest.importorskip("triton")
+    from replayssm.ops.triton.one_pass import check_strides
+
+    store = allocate(StorageSpec(LAYER, Format.BF16, RING, torch.bfloat16), 2, torch.device("cpu"))
+    check_strides(store)
+    size = store.k[0].numel()
+    k = torch.zeros(2 * size + 1, dtype=torch.bfloat16).as_strided(
+        store.k.shape, (size + 1, *store.k.stride()[1:])
+    )
+    with pytest.raises(UnsupportedError, match=r"^k: slots must start"):
+        check_strides(replace(store, k=k))
 
 
 def test_what_the_kernel_cannot_fold_is_not_folded_here() -> None:

@@ -193,6 +193,8 @@ def check_served(store: LayerStore) -> None:
         raise UnsupportedError(
             f"impl=triton: value_dim ({at.value_dim}) must be a multiple of tiles ({ring.tiles})"
         )
+    if one_pass.folds(store.spec, store.high.device):
+        one_pass.check_strides(store)
 
 
 def _pull_back(

@@ -7,6 +7,7 @@ kernel cannot read (more than eight tokens, 32-bit inputs) is folded here first 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from replayssm.errors import UnsupportedError
 from replayssm.ops.triton.call import PLAIN, Call, Fused, has_asm, power_of_two, present, strides
 from replayssm.types import Decay, Format, ReadDepth, Write
 
@@ -52,19 +54,18 @@ class OnePass:
 
 # as many programs of a multiprocessor as its registers and shared memory hold
 FOLDING = {Format.BF16: OnePass(2), Format.F32: OnePass(1, 168), Format.S32: OnePass(1, 168)}
-READING = {Format.BF16: OnePass(2, 128), Format.F32: OnePass(1, 128), Format.S32: OnePass(2, 128)}
-"""The same of programs that fold nothing."""
 LONE = OnePass(1)
 """Of programs that fold both planes of a single value head: at 168 registers they would spill."""
-APART = frozenset({Format.S32})
-"""Formats whose rows that fold have a launch of their own: high reads leave a plane out."""
+READING = OnePass(2, 128)
+"""Of programs that read the high plane of rows that fold nothing, beside those that fold."""
 
 
 def parts_of(spec: StorageSpec, rows: int) -> int:
     """Return how many programs share a key head, as measured on an H200."""
     pairs = rows * spec.layer.key_heads
     parts = next((parts for most, parts in PARTS[spec.format] if pairs <= most), 1)
-    return min(parts, _tiles(spec))
+    # every one takes as many tiles
+    return math.gcd(parts, _tiles(spec))
 
 
 def _tiles(spec: StorageSpec) -> int:
@@ -105,6 +106,17 @@ def serves(spec: StorageSpec) -> bool:
     )
 
 
+def check_strides(store: LayerStore) -> None:
+    """Refuse slots that do not start where 16 bytes a lane can be copied from."""
+    for name in ("high", "low", "k", "v"):
+        x = store.present().get(name)
+        if x is not None and (x.stride(0) % ALIGNED or x.data_ptr() % ALIGNED):
+            raise UnsupportedError(
+                f"{name}: slots must start at multiples of {ALIGNED} elements, not at multiples of "
+                f"{x.stride(0)}; make the distance between them one"
+            )
+
+
 def reads(block: Block, out: Tensor, fused: Fused) -> bool:
     """Whether the kernel can read a block, not only fold before it."""
     vectors = (block.q, block.k, block.v, out)
@@ -125,12 +137,11 @@ def step_calls(
 
     Arguments are those of :func:`.host.step_`.
     """
-    inputs, fmt = (block.q, block.k, block.v, block.g, block.w), store.spec.format
-    folding = _folding(store.spec)
+    inputs, folding = (block.q, block.k, block.v, block.g, block.w), _folding(store.spec)
     given = (store, plan, inputs, out, fused, block.tokens)
-    if fmt not in APART or (store.low is not None and plan.depth != ReadDepth.HIGH):
+    if store.low is None or plan.depth != ReadDepth.HIGH:
         return [_call(*given, folding, "all")]
-    return [_call(*given, folding, "due"), _call(*given, READING[fmt], "rest")]
+    return [_call(*given, folding, "due"), _call(*given, READING, "rest")]
 
 
 def fold_call(store: LayerStore, plan: DevicePlan) -> Call:
