@@ -111,7 +111,8 @@ class StorageSpec:
 class LayerStore:
     """The tensors of one layer; fields are as in :meth:`StorageSpec.shapes`, None where absent.
 
-    Any tensor may be a strided view over slots as long as its last dimension is contiguous.
+    Any tensor may be a strided view over slots as long as its last dimension is contiguous; a GPU
+    may ask for slots that start at multiples of 16 elements.
     """
 
     spec: StorageSpec

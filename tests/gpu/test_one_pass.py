@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
-from replayssm.errors import UnsupportedError
-from replayssm.ring import RingSpec
+from replayssm.errors import ContractError, UnsupportedError
+from replayssm.ring import BlockPlan, RingSpec
 from replayssm.state import StatePool
 from replayssm.storage import StorageSpec, allocate
 from replayssm.testing.factories import make_block, make_state
@@ -166,8 +168,28 @@ def test_slots_that_are_not_aligned_are_refused() -> None:
     k = torch.zeros(2 * size + 1, dtype=torch.bfloat16).as_strided(
         store.k.shape, (size + 1, *store.k.stride()[1:])
     )
-    with pytest.raises(UnsupportedError, match=r"^k: slots must start"):
+    with pytest.raises(UnsupportedError, match=r"^k: the first slot"):
         check_strides(replace(store, k=k))
+
+
+def test_a_step_that_is_refused_has_folded_nothing() -> None:
+    pytest.importorskip("triton")
+    from replayssm.ops.triton import host
+    from replayssm.ops.triton.plan import device_plan
+
+    cpu, zero, ran = torch.device("cpu"), np.zeros(1, np.int64), []
+    store = allocate(StorageSpec(LAYER, Format.BF16, RING, torch.bfloat16), 1, cpu)
+    block = make_block(LAYER, 1, 1, seed=0)
+    plan = device_plan(BlockPlan(zero, zero, zero, zero, zero + 1), RING, [ReadDepth.FULL], 1, cpu)
+    with (
+        patch.object(host.one_pass, "folds", lambda *_: True),
+        patch.object(host.one_pass, "fold_call", lambda *_: SimpleNamespace(run=ran.append)),
+        patch.object(host, "choose_launch", side_effect=ContractError("table", "a folder", "")),
+        pytest.raises(ContractError),
+    ):
+        # fp32 inputs: what is due is folded first, the block is read with a pull-back
+        host.step_(store, plan, block, torch.empty_like(block.v))
+    assert not ran
 
 
 def test_what_the_kernel_cannot_fold_is_not_folded_here() -> None:
@@ -184,6 +206,6 @@ def test_what_the_kernel_cannot_fold_is_not_folded_here() -> None:
     for ring in (RingSpec(17), RingSpec(8, max_block=9), RingSpec(16, keep=1, max_block=9),
                  RingSpec(16, tiles=2)):  # fmt: skip
         assert not serves(spec(ring))
-    for other in ({"key_dim": 64}, {"value_dim": 96}, {"value_heads": 6}, {"decay": Decay.CHANNEL},
-                  {"write": Write.ADDITIVE}):  # fmt: skip
+    for other in ({"key_dim": 64}, {"value_dim": 96}, {"value_heads": 6}, {"value_heads": 64},
+                  {"decay": Decay.CHANNEL}, {"write": Write.ADDITIVE}):  # fmt: skip
         assert not serves(spec(**other))

@@ -68,20 +68,21 @@ def step_(
         block: ``[B, T, ...]`` inputs; the last two dimensions of q, k and v contiguous.
         out: ``[B, T, HV, V]``, the last two dimensions contiguous.
         fused: Gates, norms, skip and output gate to do inside the kernels.
-        launch: Block sizes; the device's table decides when None.
+        launch: Block sizes of a step with a pull-back; the device's table decides when None.
     """
     if not plan.rows:
         return
+    due: list[Call] = []
     if one_pass.folds(store.spec, store.high.device):
         if one_pass.reads(block, out, fused):
             _run_all(one_pass.step_calls(store, plan, block, out, fused), out.device)
             return
-        one_pass.fold_call(store, plan).run()
-        plan = plan.after_folds()
+        due, plan = [one_pass.fold_call(store, plan)], plan.after_folds()
+    # made before anything is run: what is refused here has changed nothing
     calls = step_calls(store, plan, block, out, fused, launch)
     # what a pull-back leaves is what the others take
     first = 0 if calls[0].kernel is whole_kernel else 1
-    for call in calls[:first]:
+    for call in (*due, *calls[:first]):
         call.run()
     _run_all(calls[first:], out.device)
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 HOPPER = 9
 KEY_DIM, VALUE_ROWS = 128, 64
 MOST_WINDOW, MOST_PAST, MOST_TOKENS = 16, 24, 8
+MOST_HEADS = 16
+"""Value heads of a key head: a program keeps the coefficients of all in shared memory."""
 PARTS = {
     Format.BF16: ((32, 8), (64, 4), (512, 2)),
     Format.F32: ((32, 8), (64, 4), (2048, 2)),
@@ -85,7 +87,8 @@ def is_known_gluon() -> bool:
 
     It is experimental, and later versions name things otherwise; with them layers are pulled back.
     """
-    return bool(triton.__version__.startswith("3.6."))
+    is_interpreted = triton.knobs.runtime.interpret
+    return bool(triton.__version__.startswith("3.6.") and not is_interpreted)
 
 
 def serves(spec: StorageSpec) -> bool:
@@ -98,6 +101,7 @@ def serves(spec: StorageSpec) -> bool:
         and at.key_dim == KEY_DIM
         and at.value_dim % VALUE_ROWS == 0
         and at.heads_per_key == power_of_two(at.heads_per_key)
+        and at.heads_per_key <= MOST_HEADS
         and ring.tiles == 1
         and ring.window <= MOST_WINDOW
         # a step crosses one boundary at most, and a program holds all that it has not folded
@@ -112,8 +116,9 @@ def check_strides(store: LayerStore) -> None:
         x = store.present().get(name)
         if x is not None and (x.stride(0) % ALIGNED or x.data_ptr() % ALIGNED):
             raise UnsupportedError(
-                f"{name}: slots must start at multiples of {ALIGNED} elements, not at multiples of "
-                f"{x.stride(0)}; make the distance between them one"
+                f"{name}: the first slot must start at a multiple of {ALIGNED} bytes and others at "
+                f"multiples of {ALIGNED} elements, not at {x.data_ptr()} and {x.stride(0)} apart; "
+                "align the tensor"
             )
 
 
@@ -125,6 +130,8 @@ def reads(block: Block, out: Tensor, fused: Fused) -> bool:
         and fused.gates in ("none", "beta")
         and fused.skip is None
         and fused.z is None
+        # columns of no token are 0, and divided by their norm they have to stay 0
+        and (fused.norm_eps > 0 or not fused.norm)
         and all(x.dtype is torch.bfloat16 for x in vectors)
         and all(n % ALIGNED == 0 for x in vectors for n in (*x.stride()[:2], x.data_ptr()))
     )

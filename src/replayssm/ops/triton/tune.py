@@ -108,7 +108,7 @@ class Tuning:
     def tune_replay(self, point: Point, passes: int) -> None:
         """Find the launch of the replay step at a point, once for both read depths.
 
-        One pass has nothing to find: its sizes follow from the rows.
+        Not where a step is one pass, whose sizes follow from the rows.
         """
         if one_pass.folds(point.spec, self.device):
             return
