@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES)
     parser.add_argument("--batch", default="256,1,8,16,32,64,128,512")
     parser.add_argument("--tokens", default="1,4,8")
-    parser.add_argument("--formats", default="bf16,f32")
+    parser.add_argument("--formats", default="bf16,f32,s32")
     parser.add_argument("--seconds", type=float, default=1e9, help="after which nothing is begun")
     args = parser.parse_args()
     begun, device, rows = time.monotonic(), torch.device("cuda"), []

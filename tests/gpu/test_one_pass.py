@@ -76,8 +76,11 @@ def checkpoints(fmt: Format, drive: Drive, device: torch.device) -> dict[str, to
     refs = [
         pool.admit_([make_state(LAYER, seed=i).to(device)], position=STARTS[i]) for i in drive.rows
     ]
-    done, shared = 0, {"return_value": drive.parts} if drive.parts else {"wraps": one_pass.parts_of}
-    with patch.object(one_pass, "parts_of", **shared):
+    done, shared = (
+        0,
+        {"return_value": drive.parts} if drive.parts else {"wraps": one_pass.programs_per_key_head},
+    )
+    with patch.object(one_pass, "programs_per_key_head", **shared):
         for i, (tokens, kept) in enumerate(drive.blocks):
             block = block_at(drive, done, tokens, kept, device)
             if drive.spoiled and i + 1 == len(drive.blocks):
@@ -149,13 +152,13 @@ def test_programs_that_share_a_key_head_take_all_of_its_tiles(
     value_dim: int, value_heads: int
 ) -> None:
     pytest.importorskip("triton")
-    from replayssm.ops.triton.one_pass import parts_of
+    from replayssm.ops.triton.one_pass import programs_per_key_head
 
     at = LayerSpec(Write.DELTA, Decay.SCALAR, 2, value_heads, key_dim=128, value_dim=value_dim)
     for fmt in FORMATS:
         spec = StorageSpec(at, fmt, RING, torch.bfloat16)
         for rows in (1, 16, 32, 256, 4096):
-            assert value_heads // 2 * value_dim // 64 % parts_of(spec, rows) == 0
+            assert value_heads // 2 * value_dim // 64 % programs_per_key_head(spec, rows) == 0
 
 
 def test_slots_that_are_not_aligned_are_refused() -> None:

@@ -62,7 +62,7 @@ READING = OnePass(2, 128)
 """Of programs that read the high plane of rows that fold nothing, beside those that fold."""
 
 
-def parts_of(spec: StorageSpec, rows: int) -> int:
+def programs_per_key_head(spec: StorageSpec, rows: int) -> int:
     """Return how many programs share a key head, as measured on an H200."""
     pairs = rows * spec.layer.key_heads
     parts = next((parts for most, parts in PARTS[spec.format] if pairs <= most), 1)
@@ -113,7 +113,7 @@ def serves(spec: StorageSpec) -> bool:
 def check_strides(store: LayerStore) -> None:
     """Refuse slots that do not start where 16 bytes a lane can be copied from."""
     for name in ("high", "low", "k", "v"):
-        x = store.present().get(name)
+        x = getattr(store, name)
         if x is not None and (x.stride(0) % ALIGNED or x.data_ptr() % ALIGNED):
             raise UnsupportedError(
                 f"{name}: the first slot must start at a multiple of {ALIGNED} bytes and others at "
@@ -184,7 +184,7 @@ def _call(
         present(fused.bias, none), out, *stored, plan.rows, *strides(*inputs, out),
         *(x.stride(0) for x in stored), fused.q_scale, fused.norm_eps,
     )  # fmt: skip
-    parts = parts_of(store.spec, plan.rows)
+    parts = programs_per_key_head(store.spec, plan.rows)
     constants = {
         "T": tokens, "H": at.key_heads, "HV": at.value_heads, "K": at.key_dim, "V": at.value_dim,
         "R": ring.ring_len, "WINDOW": ring.window, "KEEP": ring.keep,

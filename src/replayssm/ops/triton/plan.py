@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from replayssm.ring import BlockPlan, RingSpec
 
 
+# rows of ``counts``, as kernels/common.py has them
 FOLDED, COMMITTED = 2, 3
 
 

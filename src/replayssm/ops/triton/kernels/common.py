@@ -115,7 +115,7 @@ def unit_key(x, eps, NORM: tl.constexpr):
 
 
 @triton.jit
-def _cut_bf16(a):
+def cut_bf16(a):
     """Return the leading 8 bits of fp32 ``a`` as bf16, and the exact rest; three cuts are all."""
     bits = a.to(tl.int32, bitcast=True)
     top = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -134,13 +134,13 @@ def dot_exact(a, b, acc, SPLIT: tl.constexpr):
         B16: tl.constexpr = b.dtype == tl.bfloat16
         a_top, b_top = a, b
         if not A16:
-            a_top, rest = _cut_bf16(a.to(tl.float32))
-            a_middle, rest = _cut_bf16(rest)
-            a_last, _ = _cut_bf16(rest)
+            a_top, rest = cut_bf16(a.to(tl.float32))
+            a_middle, rest = cut_bf16(rest)
+            a_last, _ = cut_bf16(rest)
         if not B16:
-            b_top, rest = _cut_bf16(b.to(tl.float32))
-            b_middle, rest = _cut_bf16(rest)
-            b_last, _ = _cut_bf16(rest)
+            b_top, rest = cut_bf16(b.to(tl.float32))
+            b_middle, rest = cut_bf16(rest)
+            b_last, _ = cut_bf16(rest)
             acc = tl.dot(a_top, b_last, acc)
         if not A16:
             acc = tl.dot(a_last, b_top, acc)
@@ -167,11 +167,11 @@ def dot_near(a, b, acc, SPLIT: tl.constexpr):
         B16: tl.constexpr = b.dtype == tl.bfloat16
         a_top, b_top = a, b
         if not A16:
-            a_top, rest = _cut_bf16(a)
-            a_rest, _ = _cut_bf16(rest)
+            a_top, rest = cut_bf16(a)
+            a_rest, _ = cut_bf16(rest)
         if not B16:
-            b_top, rest = _cut_bf16(b)
-            b_rest, _ = _cut_bf16(rest)
+            b_top, rest = cut_bf16(b)
+            b_rest, _ = cut_bf16(rest)
             acc = tl.dot(a_top, b_rest, acc)
         if not A16:
             acc = tl.dot(a_rest, b_top, acc)

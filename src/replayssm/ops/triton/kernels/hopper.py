@@ -9,6 +9,8 @@ formula: :mod:`.common`.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from replayssm.ops.triton.kernels.common import cut_bf16
+
 WARPS = 4
 """Warps of a program."""
 
@@ -54,20 +56,12 @@ def next_lane(x):
 
 
 @gluon.jit
-def leading(x):
-    """Cut fp32 into its leading bf16 and the exact rest."""
-    bits = x.to(gl.int32, bitcast=True)
-    top = (bits >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return top, x - (bits & -65536).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
 def parts_of(x, COUNT: gl.constexpr):
     """Cut fp32 into two bf16, 16 bits of it, or into three, all of it."""
-    top, rest = leading(x)
+    top, rest = cut_bf16(x)
     parts = (top,)
     if COUNT == 3:
-        middle, rest = leading(rest)
+        middle, rest = cut_bf16(rest)
         parts = (top, middle)
     return parts + (rest.to(gl.bfloat16),)
 

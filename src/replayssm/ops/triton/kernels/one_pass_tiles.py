@@ -13,7 +13,8 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from replayssm.ops.triton.kernels.hopper import WARPS, as_operands, halves, leading, parts_of
+from replayssm.ops.triton.kernels.common import cut_bf16
+from replayssm.ops.triton.kernels.hopper import WARPS, as_operands, halves, parts_of
 from replayssm.ops.triton.kernels.one_pass_system import BF16, ENTRIES, F32, FOLDED
 
 ROWS = gl.constexpr(64)  # value rows of a tile
@@ -173,8 +174,8 @@ def times_keys_and_queries(tile, keys, queries):
     WIDE: gl.constexpr = tile.dtype == gl.float32
     top = tile
     if WIDE:
-        top, rest = leading(tile)
-        middle, _ = leading(rest)
+        top, rest = cut_bf16(tile)
+        middle, _ = cut_bf16(rest)
     keys, queries = keys.permute((1, 0)), queries.permute((1, 0))
     p = gl.zeros([ROWS, ENTRIES], F32, BY_KEYS)
     y = gl.zeros([ROWS, 8], F32, BY_QUERIES)
