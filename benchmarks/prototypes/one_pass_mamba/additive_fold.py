@@ -8,7 +8,6 @@ what is added to it then has few registers, and so have the scales of its column
 
 # Triton reads tuple sums, not starred tuples
 # ruff: noqa: RUF005
-from additive_system import BF16, F32, WINDOW
 from additive_tiles import (
     KEYS,
     ROWS,
@@ -27,6 +26,8 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_g
 
 from replayssm.ops.triton.kernels.common import larger, row_amax
 from replayssm.ops.triton.kernels.hopper import WARPS, halves, parts_of
+from replayssm.ops.triton.kernels.one_pass_system import BF16, F32
+from replayssm.ops.triton.kernels.one_pass_system import FOLDED as WINDOW
 from replayssm.ops.triton.kernels.planes import (
     HIGH_MAX,
     ROW_SCALE_MIN,

@@ -37,14 +37,8 @@ there are. Barriers without a reader keep loads in the order in which they are w
 
 from additive_fold import SWIZZLED, fold_row, window_of
 from additive_system import (
-    BF16,
-    BLOCK,
     COEF,
-    ENTRIES,
-    F32,
-    LINE,
     SWIZZLED_BYTES,
-    TABLE,
     decays_behind,
     digits_of,
     fold_weights,
@@ -75,6 +69,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from replayssm.ops.triton.kernels.common import decay_of, gate
 from replayssm.ops.triton.kernels.hopper import in_ring, of_lane
 from replayssm.ops.triton.kernels.one_pass import _place
+from replayssm.ops.triton.kernels.one_pass_system import BF16, BLOCK, ENTRIES, F32, LINE, TABLE
 
 
 @gluon.jit

@@ -5,7 +5,6 @@ cores where they are in shared memory. Copies come by the generic way and those 
 the asynchronous one, so every wait for a tile has a fence behind it.
 """
 
-from additive_system import BLOCK, ENTRIES, F32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
@@ -19,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from replayssm.ops.triton.kernels.hopper import WARPS, in_ring
+from replayssm.ops.triton.kernels.one_pass_system import BLOCK, ENTRIES, F32
 
 ROWS = gl.constexpr(64)  # value rows of a tile
 
