@@ -26,7 +26,7 @@ import torch
 
 from gpu.report import environment
 from replayssm.ops import conv_
-from replayssm.ops.triton import one_pass
+from replayssm.ops.triton import additive_pass, one_pass
 from replayssm.ops.triton.host import fold_, step_calls
 from replayssm.ops.triton.host import step_ as launch_
 from replayssm.ops.triton.launch import Launch, default_launch
@@ -46,6 +46,7 @@ LAYERS = {
     "gdn": LayerSpec(Write.DELTA, Decay.SCALAR, 2, 4, 64, 48),
     "kda": LayerSpec(Write.DELTA, Decay.CHANNEL, 2, 2, 40, 48),
     "one-pass": LayerSpec(Write.DELTA, Decay.SCALAR, 2, 4, 128, 128),
+    "additive-pass": LayerSpec(Write.ADDITIVE, Decay.SCALAR, 2, 8, 128, 64),
 }
 ROWS, WINDOW = 3, 4
 
@@ -110,12 +111,13 @@ def drive_one_pass(layer: LayerSpec, fmt: Format, tokens: int, device: torch.dev
         plan = device_plan(ticket.plan, ring, [ReadDepth.HIGH] * ROWS, tokens, device)
         block = block_of(layer, tokens, step, device)
         out = torch.empty_like(block.v)
-        for call in one_pass.step_calls(pool.stores[0], plan, block, out):
+        family = one_pass if layer.write is Write.DELTA else additive_pass
+        for call in (calls := family.step_calls(pool.stores[0], plan, block, out)):
             call.run()
         ticket.stepped.add(0)
         pool.commit_(ticket, 1)
-    one_pass.fold_call(pool.stores[0], plan).run()
-    return {"one_pass_kernel"}
+    family.fold_call(pool.stores[0], plan).run()
+    return {call.kernel.fn.__name__ for call in calls}
 
 
 def standard(layer: LayerSpec, device: torch.device) -> set[str]:
@@ -136,7 +138,10 @@ def run_layer(name: str) -> None:
     if name == "one-pass":
         for fmt, tokens in product((Format.F32, Format.S32, Format.BF16), (1, 3)):
             names |= drive_one_pass(layer, fmt, tokens, device)
-    for fmt in () if name == "one-pass" else (Format.F32, Format.Q24):
+    if name == "additive-pass":
+        for fmt, tokens in product((Format.BF16, Format.Q24, Format.Q16), (1, 3)):
+            names |= drive_one_pass(layer, fmt, tokens, device)
+    for fmt in () if name.endswith("-pass") else (Format.F32, Format.Q24):
         for tokens in (1, 3):
             for way in range(5 if name == "mamba2" else 3):
                 names |= drive(layer, fmt, tokens, way, device)

@@ -18,6 +18,7 @@ LONG_FILES: dict[str, str] = {}
 KERNELS = "src/replayssm/ops/triton/kernels"
 A_KERNEL = "a kernel names every pointer, stride and constant it takes, and keeps its tiles in hand"
 LONG_FUNCTIONS: dict[str, str] = {
+    f"{KERNELS}/additive_pass.py:_serve": A_KERNEL,
     f"{KERNELS}/one_pass.py:_serve": A_KERNEL,
     f"{KERNELS}/one_pass.py:one_pass_kernel": A_KERNEL,
     f"{KERNELS}/products.py:products_kernel": A_KERNEL,

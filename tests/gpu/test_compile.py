@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -159,6 +160,54 @@ def one_pass(
     each = torch.empty(value_heads, device=device)
     fused = Fused("beta", each, each, norm=True)
     return one_pass.step_calls(store, plan, Block(q, q, v, gates, gates), v, fused)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "q24", "q16"])
+@pytest.mark.parametrize("value_heads", [32, 128])
+@pytest.mark.parametrize("tokens", [0, 1, 4, 8])
+def test_one_pass_of_additive_writes_keeps_to_its_registers_on_an_h200(
+    fmt: str, value_heads: int, tokens: int
+) -> None:
+    from replayssm.ops.triton.aot import compile_call
+
+    ways = product((False, True), ("none", "dt")) if tokens > 1 else product((False,), ("dt",))
+    for is_tree, gates in ways:
+        for call in additive_pass(fmt, value_heads, tokens, is_tree, gates):
+            found = compile_call(call, "sm_90")
+            # what four heads of a tree do not fit is an address
+            assert found.spilled <= (8 if is_tree and value_heads == 32 else 0), found
+            # so that three programs share a multiprocessor; a program is four warps
+            assert found.registers <= 168, found
+            assert found.shared <= 227 * 1024 // 3 - 1024, found
+
+
+def additive_pass(fmt: str, value_heads: int, tokens: int, is_tree: bool, gates: str) -> list[Call]:
+    """Return the launches of a step on tensors that hold nothing; of no tokens, the fold alone."""
+    from replayssm.ops.triton import additive_pass
+    from replayssm.ops.triton.call import PLAIN, Fused
+    from replayssm.ops.triton.plan import device_plan
+
+    at, rows = replace(LAYERS["mamba2"], value_heads=value_heads), 256
+    device, ring = torch.device("meta"), RingSpec(window=16, max_block=8)
+    spec = StorageSpec(at, Format(fmt), ring, torch.bfloat16)
+    assert additive_pass.serves(spec)
+    store, zero = allocate(spec, rows, device), np.zeros(rows, np.int64)
+    parents = np.full((rows, tokens), -1) if is_tree else None
+    host = BlockPlan(np.arange(rows), zero, zero, zero, zero + tokens, parents)
+    plan = device_plan(host, ring, [ReadDepth.HIGH] * rows, max(tokens, 1), device)
+    if not tokens:
+        return [additive_pass.fold_call(store, plan)]
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(rows, tokens, *shape, dtype=dtype, device=device)
+
+    kind = torch.float32 if gates == "none" else torch.bfloat16
+    q, v, raw = empty(8, 128), empty(value_heads, 64), empty(value_heads, dtype=kind)
+    each = torch.empty(value_heads, device=device)
+    fused = PLAIN if gates == "none" else Fused("dt", each, each, each)
+    block = Block(q, q, v, raw, raw)
+    assert additive_pass.reads(plan, block, v, fused, spec)
+    return additive_pass.step_calls(store, plan, block, v, fused)
 
 
 @pytest.mark.parametrize("rows", [2, 64])

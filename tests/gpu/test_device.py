@@ -15,7 +15,10 @@ from replayssm.types import Block, Decay, Format, Impl, LayerSpec, ReadDepth, Wr
 
 LAYER = LayerSpec(Write.DELTA, Decay.SCALAR, 2, 4, key_dim=64, value_dim=64)
 ONE_PASS = LayerSpec(Write.DELTA, Decay.SCALAR, 2, 8, key_dim=128, value_dim=128)
-LAYERS = [(LAYER, "q24"), (ONE_PASS, "bf16"), (ONE_PASS, "s32")]
+ADDITIVE = LayerSpec(Write.ADDITIVE, Decay.SCALAR, 2, 16, key_dim=128, value_dim=64)
+LAYERS = [(LAYER, "q24"), (ONE_PASS, "bf16"), (ONE_PASS, "s32"), (ADDITIVE, "bf16"),
+          (ADDITIVE, "q24")]  # fmt: skip
+IDS = ["gdn-q24", "gdn-bf16", "gdn-s32", "mamba2-bf16", "mamba2-q24"]
 MAMBA = LayerSpec(Write.ADDITIVE, Decay.SCALAR, 8, 128, key_dim=128, value_dim=64)
 
 
@@ -43,7 +46,7 @@ def test_auto_is_triton_on_a_gpu(gpu: torch.device) -> None:
     assert choose(Impl.AUTO, gpu) is Impl.TRITON
 
 
-@pytest.mark.parametrize(("layer", "fmt"), LAYERS, ids=["gdn-q24", "gdn-bf16", "gdn-s32"])
+@pytest.mark.parametrize(("layer", "fmt"), LAYERS, ids=IDS)
 def test_a_captured_step_replays_over_any_mix_of_folding_rows(
     layer: LayerSpec, fmt: str, gpu: torch.device
 ) -> None:
@@ -102,7 +105,7 @@ def test_a_pool_past_two_to_the_31_elements(gpu: torch.device) -> None:
     assert torch.equal(pool.stores[0].high[refs[0].slot], state)
 
 
-@pytest.mark.parametrize(("layer", "fmt"), LAYERS, ids=["gdn-q24", "gdn-bf16", "gdn-s32"])
+@pytest.mark.parametrize(("layer", "fmt"), LAYERS, ids=IDS)
 def test_strided_slots_and_bystanders(layer: LayerSpec, fmt: str, gpu: torch.device) -> None:
     dense, wide = make_pool(layer, 4, gpu, fmt), make_pool(layer, 8, gpu, fmt)
     views = {name: x[::2] for name, x in wide.stores[0].present().items()}

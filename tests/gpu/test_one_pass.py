@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -17,10 +19,15 @@ from replayssm.storage import StorageSpec, allocate
 from replayssm.testing.factories import make_block, make_state
 from replayssm.types import Block, Decay, Format, Impl, LayerSpec, ReadDepth, Write
 
-LAYER = LayerSpec(Write.DELTA, Decay.SCALAR, 2, 8, key_dim=128, value_dim=128)
+DELTA = LayerSpec(Write.DELTA, Decay.SCALAR, 2, 8, key_dim=128, value_dim=128)
+ADDITIVE = LayerSpec(Write.ADDITIVE, Decay.SCALAR, 2, 16, key_dim=128, value_dim=64)
 RING = RingSpec(16, max_block=9)
 STARTS = (0, 5, 11)  # positions that three sequences are admitted at
 STREAM = 63  # tokens that they commit
+
+
+def name_of(x: LayerSpec | Format) -> str:
+    return x.write.value if isinstance(x, LayerSpec) else x.value
 
 
 @pytest.fixture
@@ -50,13 +57,15 @@ class Drive:
     spoiled: bool = False
 
 
-def tokens_of(seed: int) -> Block:
-    return make_block(LAYER, len(STARTS), STREAM + RING.max_block, seed=seed)
+PLANES = ("high", "low", "row_scale", "columns")
 
 
-def block_at(drive: Drive, done: int, tokens: int, kept: int, device: torch.device) -> Block:
+def block_at(
+    at: LayerSpec, drive: Drive, done: int, tokens: int, kept: int, device: torch.device
+) -> Block:
     """Return a block whose tokens that are not kept are those of another stream."""
-    right, wrong, fields, rows = tokens_of(1), tokens_of(2), [], list(drive.rows)
+    right, wrong = (make_block(at, len(STARTS), STREAM + RING.max_block, seed=i) for i in (1, 2))
+    fields, rows = [], list(drive.rows)
     for name in ("q", "k", "v", "g", "w"):
         part = getattr(wrong, name)[rows, done : done + tokens].clone()
         part[:, :kept] = getattr(right, name)[rows, done : done + kept]
@@ -65,24 +74,36 @@ def block_at(drive: Drive, done: int, tokens: int, kept: int, device: torch.devi
     return Block(*fields)
 
 
-def checkpoints(fmt: Format, drive: Drive, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the planes of the rows' checkpoints."""
-    from replayssm.ops.triton import one_pass
+@contextmanager
+def shared(at: LayerSpec, parts: int) -> Iterator[None]:
+    """Have as many programs share a key head, or additive heads go by eights where few are."""
+    from replayssm.ops.triton import additive_pass, one_pass
 
+    if not parts:
+        yield
+    elif at is DELTA:
+        with patch.object(one_pass, "programs_per_key_head", return_value=parts):
+            yield
+    else:
+        with patch.object(additive_pass, "FILLED", 0):
+            yield
+
+
+def checkpoints(
+    at: LayerSpec, fmt: Format, drive: Drive, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the planes of the rows' checkpoints."""
     pool = StatePool(
-        [LAYER], 3, state=fmt, ring=RING, ring_dtype=torch.bfloat16, device=device,
+        [at], 3, state=fmt, ring=RING, ring_dtype=torch.bfloat16, device=device,
         impl=Impl.TRITON,
     )  # fmt: skip
     refs = [
-        pool.admit_([make_state(LAYER, seed=i).to(device)], position=STARTS[i]) for i in drive.rows
+        pool.admit_([make_state(at, seed=i).to(device)], position=STARTS[i]) for i in drive.rows
     ]
-    done, shared = (
-        0,
-        {"return_value": drive.parts} if drive.parts else {"wraps": one_pass.programs_per_key_head},
-    )
-    with patch.object(one_pass, "programs_per_key_head", **shared):
+    done = 0
+    with shared(at, drive.parts):
         for i, (tokens, kept) in enumerate(drive.blocks):
-            block = block_at(drive, done, tokens, kept, device)
+            block = block_at(at, drive, done, tokens, kept, device)
             if drive.spoiled and i + 1 == len(drive.blocks):
                 block.k[:, -1, :, 3] = block.v[:, -1, :, 5] = torch.nan
             ticket = pool.begin(refs, tokens)
@@ -94,11 +115,12 @@ def checkpoints(fmt: Format, drive: Drive, device: torch.device) -> dict[str, to
         pool.fold_(refs)
     slots = [ref.slot for ref in refs]
     present = pool.stores[0].present()
-    return {name: present[name].cpu()[slots] for name in ("high", "low") if name in present}
+    return {name: present[name].cpu()[slots] for name in PLANES if name in present}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(a[name].view(torch.int16), b[name].view(torch.int16)) for name in a)
+    # bytes, so that a NaN is equal to itself
+    return all(torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a)
 
 
 REJECTED = [(4, (1, 4, 2, 3)[i % 4]) for i in range(25)] + [(4, 2)]
@@ -112,38 +134,48 @@ WAYS = {
     "shared key heads": Drive([(1, 1)] * STREAM, parts=4),
     "shared key heads, blocks": Drive([(4, 4)] * 15 + [(4, 3)], parts=8),
 }
+STORES = [
+    *((DELTA, fmt) for fmt in (Format.BF16, Format.F32, Format.S32)),
+    *((ADDITIVE, fmt) for fmt in (Format.BF16, Format.Q24, Format.Q16)),
+]
 
 
-FORMATS = (Format.BF16, Format.F32, Format.S32)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("at", "fmt"), STORES, ids=name_of)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_is_a_function_of_the_tokens(
-    fmt: Format, way: str, hopper: torch.device
+    at: LayerSpec, fmt: Format, way: str, hopper: torch.device
 ) -> None:
     assert sum(kept for _, kept in WAYS[way].blocks) == STREAM
-    single = checkpoints(fmt, Drive([(1, 1)] * STREAM), hopper)
-    assert same(checkpoints(fmt, WAYS[way], hopper), single)
+    single = checkpoints(at, fmt, Drive([(1, 1)] * STREAM), hopper)
+    assert same(checkpoints(at, fmt, WAYS[way], hopper), single)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_a_row_does_not_know_the_others(fmt: Format, hopper: torch.device) -> None:
+@pytest.mark.parametrize(("at", "fmt"), STORES, ids=name_of)
+def test_a_row_does_not_know_the_others(at: LayerSpec, fmt: Format, hopper: torch.device) -> None:
     blocks = WAYS["blocks of four"].blocks
-    together = checkpoints(fmt, Drive(blocks), hopper)
+    together = checkpoints(at, fmt, Drive(blocks), hopper)
     for row in range(len(STARTS)):
-        alone = checkpoints(fmt, Drive(blocks, (row,)), hopper)
+        alone = checkpoints(at, fmt, Drive(blocks, (row,)), hopper)
         assert same(alone, {name: x[row : row + 1] for name, x in together.items()})
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+def test_tokens_of_few_rows_and_of_many_leave_the_same_checkpoint(hopper: torch.device) -> None:
+    from replayssm.ops.triton import additive_pass
+
+    few = checkpoints(ADDITIVE, Format.Q24, Drive([(1, 1)] * STREAM), hopper)
+    with patch.object(additive_pass, "FEW_ROWS", 0):
+        many = checkpoints(ADDITIVE, Format.Q24, Drive([(1, 1)] * STREAM), hopper)
+    assert same(few, many)
+
+
+@pytest.mark.parametrize(("at", "fmt"), STORES, ids=name_of)
 def test_entries_behind_a_boundary_do_not_reach_its_checkpoint(
-    fmt: Format, hopper: torch.device
+    at: LayerSpec, fmt: Format, hopper: torch.device
 ) -> None:
     # eleven tokens from position 5 to the boundary, and one behind it
     blocks = [(4, 4)] * 3
-    clean = checkpoints(fmt, Drive(blocks, (1,)), hopper)
-    assert same(checkpoints(fmt, Drive(blocks, (1,), spoiled=True), hopper), clean)
+    clean = checkpoints(at, fmt, Drive(blocks, (1,)), hopper)
+    assert same(checkpoints(at, fmt, Drive(blocks, (1,), spoiled=True), hopper), clean)
 
 
 @pytest.mark.parametrize("value_dim", [64, 128, 192, 320])
@@ -155,7 +187,7 @@ def test_programs_that_share_a_key_head_take_all_of_its_tiles(
     from replayssm.ops.triton.one_pass import programs_per_key_head
 
     at = LayerSpec(Write.DELTA, Decay.SCALAR, 2, value_heads, key_dim=128, value_dim=value_dim)
-    for fmt in FORMATS:
+    for fmt in (Format.BF16, Format.F32, Format.S32):
         spec = StorageSpec(at, fmt, RING, torch.bfloat16)
         for rows in (1, 16, 32, 256, 4096):
             assert value_heads // 2 * value_dim // 64 % programs_per_key_head(spec, rows) == 0
@@ -165,7 +197,7 @@ def test_slots_that_are_not_aligned_are_refused() -> None:
     pytest.importorskip("triton")
     from replayssm.ops.triton.one_pass import check_strides
 
-    store = allocate(StorageSpec(LAYER, Format.BF16, RING, torch.bfloat16), 2, torch.device("cpu"))
+    store = allocate(StorageSpec(DELTA, Format.BF16, RING, torch.bfloat16), 2, torch.device("cpu"))
     check_strides(store)
     size = store.k[0].numel()
     k = torch.zeros(2 * size + 1, dtype=torch.bfloat16).as_strided(
@@ -181,8 +213,8 @@ def test_a_step_that_is_refused_has_folded_nothing() -> None:
     from replayssm.ops.triton.plan import device_plan
 
     cpu, zero, ran = torch.device("cpu"), np.zeros(1, np.int64), []
-    store = allocate(StorageSpec(LAYER, Format.BF16, RING, torch.bfloat16), 1, cpu)
-    block = make_block(LAYER, 1, 1, seed=0)
+    store = allocate(StorageSpec(DELTA, Format.BF16, RING, torch.bfloat16), 1, cpu)
+    block = make_block(DELTA, 1, 1, seed=0)
     plan = device_plan(BlockPlan(zero, zero, zero, zero, zero + 1), RING, [ReadDepth.FULL], 1, cpu)
     with (
         patch.object(host.one_pass, "folds", lambda *_: True),
@@ -211,4 +243,24 @@ def test_what_the_kernel_cannot_fold_is_not_folded_here() -> None:
         assert not serves(spec(ring))
     for other in ({"key_dim": 64}, {"value_dim": 96}, {"value_heads": 6}, {"value_heads": 64},
                   {"decay": Decay.CHANNEL}, {"write": Write.ADDITIVE}):  # fmt: skip
+        assert not serves(spec(**other))
+
+
+def test_what_the_additive_kernels_cannot_fold_is_not_folded_there() -> None:
+    pytest.importorskip("triton")
+    from replayssm.ops.triton.additive_pass import serves
+
+    def spec(ring: RingSpec = RING, fmt: str = "q24", **other: object) -> StorageSpec:
+        at = {"write": Write.ADDITIVE, "decay": Decay.SCALAR, "key_heads": 2, "value_heads": 16,
+              "key_dim": 128, "value_dim": 64} | other  # fmt: skip
+        return StorageSpec(LayerSpec(**at), Format(fmt), ring, torch.bfloat16)
+
+    assert all(serves(spec(fmt=fmt)) for fmt in ("bf16", "q24", "q16"))
+    assert serves(spec(RingSpec(8, keep=3, max_block=5), value_heads=24))
+    for ring in (RingSpec(17), RingSpec(8, max_block=9), RingSpec(16, keep=1, max_block=9),
+                 RingSpec(16, tiles=2)):  # fmt: skip
+        assert not serves(spec(ring))
+    assert not any(serves(spec(fmt=fmt)) for fmt in ("f32", "s32"))
+    for other in ({"key_dim": 64}, {"value_dim": 128}, {"value_heads": 6}, {"write": Write.DELTA},
+                  {"decay": Decay.CHANNEL}):  # fmt: skip
         assert not serves(spec(**other))

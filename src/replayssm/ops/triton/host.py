@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replayssm.errors import UnsupportedError
-from replayssm.ops.triton import one_pass
+from replayssm.ops.triton import additive_pass, one_pass
 from replayssm.ops.triton.call import (
     PLAIN,
     Call,
@@ -74,10 +74,10 @@ def step_(
         return
     due: list[Call] = []
     if one_pass.folds(store.spec, store.high.device):
-        if one_pass.reads(block, out, fused):
-            _run_all(one_pass.step_calls(store, plan, block, out, fused), out.device)
+        if calls := one_pass_calls(store, plan, block, out, fused, launch):
+            _run_all(calls, out.device)
             return
-        due, plan = [one_pass.fold_call(store, plan)], plan.after_folds()
+        due, plan = [_one_pass_fold(store, plan)], plan.after_folds()
     # made before anything is run: what is refused here has changed nothing
     calls = step_calls(store, plan, block, out, fused, launch)
     # what a pull-back leaves is what the others take
@@ -168,9 +168,41 @@ def step_calls(
 def fold_(store: LayerStore, plan: DevicePlan, launch: Launch | None = None) -> None:
     """Bring every row's planes to its newest boundary; mutates planes and scales only."""
     if plan.rows and one_pass.folds(store.spec, store.high.device):
-        one_pass.fold_call(store, plan).run()
+        _one_pass_fold(store, plan).run()
     elif plan.rows:
         fold_call(store, plan, launch).run()
+
+
+def one_pass_calls(
+    store: LayerStore,
+    plan: DevicePlan,
+    block: Block,
+    out: Tensor,
+    fused: Fused = PLAIN,
+    launch: Launch | None = None,
+) -> list[Call]:
+    """Return the launches of a step in one pass, which need nothing of each other.
+
+    None at all if its kernels cannot read the block. Arguments are those of step_.
+    """
+    spec = store.spec
+    if not is_parallel(spec):
+        if not one_pass.reads(block, out, fused):
+            return []
+        return one_pass.step_calls(store, plan, block, out, fused)
+    if not additive_pass.reads(plan, block, out, fused, spec):
+        return []
+    due, rest = additive_pass.step_calls(store, plan, block, out, fused)
+    if block.tokens == 1 and plan.rows < additive_pass.FEW_ROWS:
+        sizes = launch or choose_launch(spec, plan.rows, 1, out.device)
+        rest = _rest_call(store, plan, block, out, fused, sizes)
+    return [due, rest]
+
+
+def _one_pass_fold(store: LayerStore, plan: DevicePlan) -> Call:
+    if is_parallel(store.spec):
+        return additive_pass.fold_call(store, plan)
+    return one_pass.fold_call(store, plan)
 
 
 def fold_call(store: LayerStore, plan: DevicePlan, launch: Launch | None = None) -> Call:
@@ -253,6 +285,32 @@ def _whole_calls(
     store: LayerStore, plan: DevicePlan, block: Block, out: Tensor, fused: Fused, how: Launch
 ) -> list[Call]:
     """Return the launches of a step of one token, which need nothing of each other."""
+    args, constants = _whole_step(store, plan, block, out, fused, how)
+    if not how.fold_programs:
+        grid = _grid(store, plan.rows, constants["CHUNK"])
+        return [Call(whole_kernel, grid, args, {**constants, "WHICH": "all"}, how.warps)]
+    due = {**constants, **_fold_blocks(store, how, how.fold_chunk), "WHICH": "due"}
+    grid = _grid(store, plan.rows, due["CHUNK"])
+    return [
+        Call(whole_kernel, grid, args, due, how.fold_warps),
+        _rest_call(store, plan, block, out, fused, how),
+    ]
+
+
+def _rest_call(
+    store: LayerStore, plan: DevicePlan, block: Block, out: Tensor, fused: Fused, how: Launch
+) -> Call:
+    """Return the launch of a step of one token for the rows that fold nothing."""
+    args, constants = _whole_step(store, plan, block, out, fused, how)
+    chunk = min(how.chunk, _rows_read(store, plan, how))
+    rest = {**constants, "CHUNK": chunk, "BC": power_of_two(chunk), "WHICH": "rest"}
+    return Call(whole_kernel, _grid(store, plan.rows, chunk), args, rest, how.warps)
+
+
+def _whole_step(
+    store: LayerStore, plan: DevicePlan, block: Block, out: Tensor, fused: Fused, how: Launch
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what every launch of a step of one token takes."""
     none, z = store.high, fused.z
     args = (
         plan.counts, out, block.q, block.k, block.v, block.g, block.w,
@@ -267,17 +325,7 @@ def _whole_calls(
         "SKIP": fused.skip is not None, "NORM": fused.norm, "DIGITS": _takes_digits(store, out),
         "HAS_Z": z is not None, **_geometry(store), **_fold_blocks(store, how, how.chunk),
     }  # fmt: skip
-    constants = {n: x for n, x in constants.items() if n not in ("DELTA", "CHANNEL")}
-    if not how.fold_programs:
-        grid = _grid(store, plan.rows, constants["CHUNK"])
-        return [Call(whole_kernel, grid, args, {**constants, "WHICH": "all"}, how.warps)]
-    due = {**constants, **_fold_blocks(store, how, how.fold_chunk), "WHICH": "due"}
-    chunk = min(how.chunk, _rows_read(store, plan, how))
-    rest = {**constants, "CHUNK": chunk, "BC": power_of_two(chunk), "WHICH": "rest"}
-    return [
-        Call(whole_kernel, _grid(store, plan.rows, due["CHUNK"]), args, due, how.fold_warps),
-        Call(whole_kernel, _grid(store, plan.rows, chunk), args, rest, how.warps),
-    ]
+    return args, {n: x for n, x in constants.items() if n not in ("DELTA", "CHANNEL")}
 
 
 def _padded_entries(spec: StorageSpec, tokens: int) -> int:

@@ -16,6 +16,7 @@ import torch
 import triton
 
 from replayssm.errors import UnsupportedError
+from replayssm.ops.triton import additive_pass
 from replayssm.ops.triton.call import PLAIN, Call, Fused, has_asm, power_of_two, present, strides
 from replayssm.types import Decay, Format, ReadDepth, Write
 
@@ -76,10 +77,15 @@ def _tiles(spec: StorageSpec) -> int:
 
 @cache
 def folds(spec: StorageSpec, device: torch.device) -> bool:
-    """Whether a layer stored as ``spec`` is folded here on ``device``, whatever its blocks are."""
+    """Whether a layer stored as ``spec`` is folded in one pass, of this module or of the other.
+
+    It then is on ``device`` whatever its blocks are.
+    """
     if not is_known_gluon() or not has_asm(device):
         return False
-    return torch.cuda.get_device_capability(device)[0] == HOPPER and serves(spec)
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return False
+    return serves(spec) or additive_pass.serves(spec)
 
 
 def is_known_gluon() -> bool:
@@ -112,7 +118,7 @@ def serves(spec: StorageSpec) -> bool:
 
 def check_strides(store: LayerStore) -> None:
     """Refuse slots that do not start where 16 bytes a lane can be copied from."""
-    for name in ("high", "low", "k", "v"):
+    for name in ("high", "low", "row_scale", "columns", "k", "v"):
         x = getattr(store, name)
         if x is not None and (x.stride(0) % ALIGNED or x.data_ptr() % ALIGNED):
             raise UnsupportedError(

@@ -9,7 +9,15 @@ formula: :mod:`.common`.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from replayssm.ops.triton.kernels.common import cut_bf16
+from replayssm.ops.triton.kernels.common import (
+    BASE,
+    COMMITTED,
+    FOLDED,
+    LENGTH,
+    SLOT,
+    cut_bf16,
+    folded_to,
+)
 
 WARPS = 4
 """Warps of a program."""
@@ -86,3 +94,19 @@ def halves(x):
 def in_ring(position, R: gl.constexpr):
     """Return the index of a position less than two rings from the first."""
     return gl.where(position >= R, position - R, position)
+
+
+@gluon.jit
+def place_of_row(plan, rows, row, T: gl.constexpr, WINDOW: gl.constexpr, KEEP: gl.constexpr):
+    """Return a row's slot, boundary, entries that no fold has reached, how many are due, tokens.
+
+    A pad row has no entries and no tokens.
+    """
+    slot, base = gl.load(plan + SLOT * rows + row), gl.load(plan + BASE * rows + row)
+    folded, committed = gl.load(plan + FOLDED * rows + row), gl.load(plan + COMMITTED * rows + row)
+    length = gl.minimum(gl.load(plan + LENGTH * rows + row).to(gl.int32), T)
+    boundary = folded_to(0, base, folded, WINDOW, KEEP, 1)
+    due = folded_to(0, base, gl.maximum(folded, committed), WINDOW, KEEP, 1) - boundary
+    past = gl.where(slot < 0, 0, committed - boundary).to(gl.int32)
+    due, length = gl.where(slot < 0, 0, due).to(gl.int32), gl.where(slot < 0, 0, length)
+    return slot, boundary, past, due, length

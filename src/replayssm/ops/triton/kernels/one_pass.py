@@ -51,17 +51,8 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from replayssm.ops.triton.kernels.common import (
-    BASE,
-    COMMITTED,
-    FOLDED,
-    FULL,
-    LENGTH,
-    SLOT,
-    folded_to,
-    gate,
-)
-from replayssm.ops.triton.kernels.hopper import as_operands, in_ring, parts_of
+from replayssm.ops.triton.kernels.common import FULL, gate
+from replayssm.ops.triton.kernels.hopper import as_operands, in_ring, parts_of, place_of_row
 from replayssm.ops.triton.kernels.one_pass_system import (
     BF16,
     BLOCK,
@@ -94,22 +85,6 @@ FOUR_TOKENS = gl.constexpr(gl.DistributedLinearLayout(
 ))  # fmt: skip
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SWIZZLED_F32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-
-
-@gluon.jit
-def _place(plan, rows, row, T: gl.constexpr, WINDOW: gl.constexpr, KEEP: gl.constexpr):
-    """Return a row's slot, boundary, entries that no fold has reached, how many are due, tokens.
-
-    A pad row has no entries and no tokens.
-    """
-    slot, base = gl.load(plan + SLOT * rows + row), gl.load(plan + BASE * rows + row)
-    folded, committed = gl.load(plan + FOLDED * rows + row), gl.load(plan + COMMITTED * rows + row)
-    length = gl.minimum(gl.load(plan + LENGTH * rows + row).to(gl.int32), T)
-    boundary = folded_to(0, base, folded, WINDOW, KEEP, 1)
-    due = folded_to(0, base, gl.maximum(folded, committed), WINDOW, KEEP, 1) - boundary
-    past = gl.where(slot < 0, 0, committed - boundary).to(gl.int32)
-    due, length = gl.where(slot < 0, 0, due).to(gl.int32), gl.where(slot < 0, 0, length)
-    return slot, boundary, past, due, length
 
 
 @gluon.jit
@@ -364,7 +339,7 @@ def one_pass_kernel(
     gl.thread_barrier()
 
     # the plan: where the row stands, and how many entries are due
-    slot, boundary, past, due, length = _place(plan, rows, row, T, WINDOW, KEEP)
+    slot, boundary, past, due, length = place_of_row(plan, rows, row, T, WINDOW, KEEP)
     # all of it at once: the rest would be asked for once it is known that there is a slot
     gl.thread_barrier()
     is_served = has_row & (slot >= 0)

@@ -85,7 +85,7 @@ def key_products(keys, queries, q_norm, TOKENS: gl.constexpr):
 
 
 @gluon.jit
-def _acts(entry, ancestors, row, T: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr,
+def acts_on(entry, ancestors, row, T: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr,
           LAYOUT: gl.constexpr):  # fmt: skip
     """Whether an entry acts on a token ``[entries, tokens]``: the past and its ancestors do."""
     token = gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
@@ -105,7 +105,7 @@ def _substitute(products, with_queries, strength, past, length, ancestors, row,
     matrix: gl.constexpr = gl.SliceLayout(0, LANES)
     line: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LANES))
     entry = gl.arange(0, ENTRIES, gl.SliceLayout(1, matrix))
-    acts = _acts(entry, ancestors, row, T, TOKENS, TREE, matrix)[None, :, :]
+    acts = acts_on(entry, ancestors, row, T, TOKENS, TREE, matrix)[None, :, :]
     b = strength[:, :, None] * gl.where(acts, with_queries.load(matrix)[None, :, :], 0.0)
     rows = products._reinterpret(F32, [ENTRIES, ENTRIES], LINE)
     at = BLOCK + length - 1
@@ -121,12 +121,12 @@ def _substitute(products, with_queries, strength, past, length, ancestors, row,
 
 
 @gluon.jit
-def _decays_behind(decay, ancestors, row, T: gl.constexpr, TOKENS: gl.constexpr,
+def decays_on_paths(decay, ancestors, row, T: gl.constexpr, TOKENS: gl.constexpr,
                   TREE: gl.constexpr, LANES: gl.constexpr):  # fmt: skip
     """Return D(j + 1, t) ``[heads, entries, tokens]`` of the decays behind each entry."""
     matrix: gl.constexpr = gl.SliceLayout(0, LANES)
     entry = gl.arange(0, ENTRIES, gl.SliceLayout(1, matrix))
-    acts = _acts(entry + 1, ancestors, row, T, TOKENS, TREE, matrix)
+    acts = acts_on(entry + 1, ancestors, row, T, TOKENS, TREE, matrix)
     acts = acts & (entry < ENTRIES - 1)[:, None]
     lane = gl.arange(0, ENTRIES, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))
     lane = gl.expand_dims(gl.expand_dims(lane, 0), 2)
@@ -188,7 +188,7 @@ def coefficients(products, with_queries, strength, gates, past, length, due, anc
     b = _substitute(products, with_queries, strength, past, length, ancestors, row,
                     T, TOKENS, TREE, LANES)  # fmt: skip
     decay = decay_of(gates)
-    behind = _decays_behind(decay, ancestors, row, T, TOKENS, TREE, LANES)
+    behind = decays_on_paths(decay, ancestors, row, T, TOKENS, TREE, LANES)
     whole = of_lane(behind * decay[:, :, None], 0)
     fold = ()
     if FOLD_PARTS:

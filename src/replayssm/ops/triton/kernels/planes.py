@@ -208,7 +208,14 @@ def write_scales(state, scales, rows, rows_live, FORMAT: tl.constexpr):
 
     Return them and how many units of a joined integer one is, ``[rows]`` each.
     """
-    scale = tl.reduce(tl.reduce(tl.abs(state), 2, larger), 0, larger) / HIGH_MAX
+    amax = tl.reduce(tl.reduce(tl.abs(state), 2, larger), 0, larger)
+    return store_scales(amax, scales, rows, rows_live, FORMAT)
+
+
+@triton.jit
+def store_scales(amax, scales, rows, rows_live, FORMAT: tl.constexpr):
+    """Store the scales of rows by their largest magnitudes; return as :func:`write_scales`."""
+    scale = amax / HIGH_MAX
     is_finite = scale < float("inf")
     usable = is_finite & (scale >= ROW_SCALE_MIN)
     units: tl.constexpr = 65536 if FORMAT == "q24" else 256
