@@ -126,6 +126,7 @@ SPECULATIVE = tuple(
         ("standard", Format.F32, ReadDepth.FULL),
         ("replay", Format.F32, ReadDepth.FULL),
         ("replay", Format.Q24, HIGH),
+        ("replay", Format.S32, HIGH),
     )
 )
 ARMS = {arm.name: arm for arm in (*DECODE, *SPECULATIVE)}

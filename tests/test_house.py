@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,12 @@ def test_exceptions_to_the_rules_still_apply() -> None:
         file, _, wanted = name.partition(":")
         found = [n for n in functions(ast.parse((ROOT / file).read_text())) if n.name == wanted]
         assert any(own_lines(n) > MAX_FUNCTION for n in found)
+
+
+def test_lanes_pass_numbers_on_in_no_assembly(path: Path) -> None:
+    """A compiler does not know that all lanes have to meet there, and may part them before it."""
+    if path.is_relative_to(ROOT / KERNELS):
+        assert not re.search(r"shfl|\bvote\b|redux|bar\.", path.read_text())
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

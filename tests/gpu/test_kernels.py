@@ -254,6 +254,9 @@ CASES += [
       for n, v, t in ((2, 64, 2), (4, 192, 5), (16, 128, 8))),
     *(Case(SHARED, fmt, FULL, 16, tokens=5, is_tree=True, dtype=torch.bfloat16)
       for fmt in ("bf16", "f32", "s32")),
+    # what acts on the token is then one for all that a lane holds, and two heads leave warps over
+    *(Case(layer(D, S, 2, 4, 128, 128), fmt, FULL, 4, tokens=1, is_tree=True, dtype=torch.bfloat16)
+      for fmt in ("bf16", "f32", "s32")),
     *(Case(SHARED, fmt, FULL, w, tokens=3, keep=2, dtype=torch.bfloat16)
       for fmt, w in (("bf16", 16), ("f32", 5), ("s32", 5))),
     *(Case(SHARED, fmt, FULL, 8, tokens=4, dtype=torch.bfloat16, regime=r)
@@ -271,6 +274,8 @@ CASES += [
       for fmt, depth in (("bf16", FULL), ("q24", HIGH))
       for h, n, w, t in ((1, 12, 8, 2), (4, 16, 4, 4), (1, 8, 5, 3))),
     *(Case(GROUPS, fmt, depth, 16, tokens=5, is_tree=True, dtype=torch.bfloat16)
+      for fmt, depth in (("bf16", FULL), ("q24", HIGH), ("q16", HIGH))),
+    *(Case(GROUPS, fmt, depth, 4, tokens=1, is_tree=True, dtype=torch.bfloat16)
       for fmt, depth in (("bf16", FULL), ("q24", HIGH), ("q16", HIGH))),
     *(Case(GROUPS, fmt, depth, w, tokens=3, keep=2, dtype=torch.bfloat16)
       for fmt, depth, w in (("bf16", FULL, 16), ("q24", HIGH, 16), ("q16", HIGH, 8))),

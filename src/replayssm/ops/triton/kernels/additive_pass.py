@@ -73,7 +73,7 @@ from replayssm.ops.triton.kernels.additive_tiles import (
     write_nothing,
 )
 from replayssm.ops.triton.kernels.common import decay_of, gate
-from replayssm.ops.triton.kernels.hopper import in_ring, of_lane, place_of_row
+from replayssm.ops.triton.kernels.hopper import in_ring, of_entry, place_of_row
 
 
 @gluon.jit
@@ -249,7 +249,7 @@ def _serve(
     if T > 0:
         decay = decay_of(gates)
         behind = decays_behind(decay, entry, ancestors, row, T, MADE, TREE, lanes)
-        whole = gl.max(of_lane(behind * decay[:, :, None], 0), 1) * q_scale
+        whole = gl.max(of_entry(behind * decay[:, :, None], 0), 1) * q_scale
         products, is_own = products_of(keys, block[1], ancestors, row, T, MADE, TREE, lanes)
         factors = gl.allocate_shared_memory(F32, [HEADS, TOKENS], TABLE)
         factors.store(whole.broadcast_to((HEADS, TOKENS)))

@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from replayssm.ops.triton.kernels.common import decay_of, larger
 from replayssm.ops.triton.kernels.hopper import (
     WARPS,
-    next_lane,
-    of_lane,
+    next_entry,
+    of_entry,
     parts_of,
     product_from,
     sum_from,
@@ -79,10 +79,10 @@ def decays_behind(decay, entry, ancestors, row, T: gl.constexpr, TOKENS: gl.cons
         return decays_on_paths(decay, ancestors, row, T, TOKENS, TREE, LANES)
     else:  # noqa: RET505 - what is not taken must not be compiled
         at = gl.expand_dims(entry, 0)
-        behind = product_from(gl.where(at + 1 < BLOCK, next_lane(decay), 1.0), at)
+        behind = product_from(gl.where(at + 1 < BLOCK, next_entry(decay), 1.0))
         behinds = ()
         for t in gl.static_range(TOKENS):
-            own = of_lane(decay, gl.full_like(decay, BLOCK + t, dtype=gl.int32))
+            own = of_entry(decay, BLOCK + t)
             behind = gl.where(at < BLOCK + t, behind * own, 1.0)
             behinds = behinds + (behind,)
         return gl.convert_layout(_side_by_side(behinds, TOKENS), LANES)
@@ -98,10 +98,10 @@ def fold_weights(gates, strength, entry, due):
     HEADS: gl.constexpr = gates.shape[0]
     weights = gl.allocate_shared_memory(F32, [HEADS, ENTRIES], TABLE)
     wholes = gl.allocate_shared_memory(F32, [HEADS], LINE)
-    behind = gl.where((entry + 1 < due)[None, :], next_lane(gates), 0.0)
-    behind = sum_from(behind, gl.expand_dims(entry, 0))
+    behind = gl.where((entry + 1 < due)[None, :], next_entry(gates), 0.0)
+    behind = sum_from(behind)
     weights.store(strength * decay_of(behind))
-    wholes.store(gl.max(decay_of(of_lane(behind + gates, 0)), 1))
+    wholes.store(gl.max(decay_of(of_entry(behind + gates, 0)), 1))
     return (weights._reinterpret(F32, [HEADS, ENTRIES], LINE),
             wholes._reinterpret(F32, [HEADS, 1], LINE))  # fmt: skip
 

@@ -24,43 +24,56 @@ WARPS = 4
 
 
 @gluon.jit
-def of_lane(x, lane):
-    """Return what another lane of the warp holds."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=f,f,r", [x, lane], gl.float32, True, 1
-    )
+def of_entry(x, entry):
+    """Return what ``x [heads, entries, ...]`` holds of an entry, in the place of every entry.
+
+    Lanes of a warp hold the entries and pass numbers on by ``gather``. A shuffle in assembly is not
+    known to need all lanes: a compiler may clone it into branches that part them, where it waits
+    forever.
+    """
+    return gl.gather(x, gl.full_like(x, entry, dtype=gl.int32), 1)
 
 
 @gluon.jit
-def of_lane_above(x, distance):
-    """Return what the lane ``distance`` further up holds."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.down.b32 $0, $1, $2, 31, -1;", "=f,f,r", [x, distance], gl.float32, True, 1
-    )
+def _entries(x):
+    """Return the number of each entry of ``x [heads, entries, ...]``, as it lies in ``x``."""
+    if len(x.shape) == 2:
+        entry = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    else:
+        line: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, x.type.layout))
+        entry = gl.arange(0, x.shape[1], line)[None, :][:, :, None]
+    return entry + gl.full_like(x, 0, dtype=gl.int32)
 
 
 @gluon.jit
-def product_from(x, lane):
-    """Return the product over this lane and all above it."""
+def _of_entry_behind(x, entry, DISTANCE: gl.constexpr, none):
+    """Return what the entry ``DISTANCE`` further on holds, and ``none`` where there is none."""
+    behind = gl.gather(x, gl.minimum(entry + DISTANCE, x.shape[1] - 1), 1)
+    return gl.where(entry + DISTANCE < x.shape[1], behind, none)
+
+
+@gluon.jit
+def product_from(x):
+    """Return the product over each entry and all behind it."""
+    entry = _entries(x)
     for step in gl.static_range(5):
-        above = of_lane_above(x, gl.full_like(x, 1 << step, dtype=gl.int32))
-        x = gl.where(lane + (1 << step) < 32, x * above, x)
+        x = x * _of_entry_behind(x, entry, 1 << step, 1.0)
     return x
 
 
 @gluon.jit
-def sum_from(x, lane):
-    """Return the sum over this lane and all above it."""
+def sum_from(x):
+    """Return the sum over each entry and all behind it."""
+    entry = _entries(x)
     for step in gl.static_range(5):
-        above = of_lane_above(x, gl.full_like(x, 1 << step, dtype=gl.int32))
-        x = gl.where(lane + (1 << step) < 32, x + above, x)
+        x = x + _of_entry_behind(x, entry, 1 << step, 0.0)
     return x
 
 
 @gluon.jit
-def next_lane(x):
-    """Return what the next lane holds."""
-    return of_lane_above(x, gl.full_like(x, 1, dtype=gl.int32))
+def next_entry(x):
+    """Return what the next entry holds; the last one's stands for its own."""
+    return gl.gather(x, gl.minimum(_entries(x) + 1, x.shape[1] - 1), 1)
 
 
 @gluon.jit

@@ -317,10 +317,10 @@ def one_pass_kernel(
     heads: gl.constexpr = gl.SliceLayout(2, lanes)
     part, pair = gl.program_id(0) % PARTS, gl.program_id(0) // PARTS
     row, h = (pair // H).to(gl.int64), pair % H
-    has_row = row >= 0
     if WHICH == "due":
-        has_row = row < gl.load(list_due)
-        row = gl.load(list_due + 1 + row, has_row, 0).to(gl.int64)
+        if row >= gl.load(list_due):
+            return
+        row = gl.load(list_due + 1 + row).to(gl.int64)
     q, k = q + row * q_row + h * K, k + row * k_row + h * K
     v, out = v + row * v_row + h * (PER * V), out + row * out_row + h * (PER * V)
 
@@ -329,11 +329,10 @@ def one_pass_kernel(
     query = token // EACH
     entry = gl.arange(0, ENTRIES, gl.SliceLayout(0, heads))
     head = (h * PER + gl.arange(0, PER, gl.SliceLayout(1, heads)))[:, None]
-    given = ((entry >= BLOCK) & (entry < BLOCK + T) & has_row)[None, :]
-    k_raw = gl.load(k + token[:, None] * k_token + column[None, :],
-                    ((token < T) & has_row)[:, None], 0.0)  # fmt: skip
+    given = ((entry >= BLOCK) & (entry < BLOCK + T))[None, :]
+    k_raw = gl.load(k + token[:, None] * k_token + column[None, :], (token < T)[:, None], 0.0)
     q_raw = gl.load(q + query[:, None] * q_token + column[None, :],
-                    ((query < T) & (token % EACH == 0) & has_row)[:, None], 0.0)  # fmt: skip
+                    ((query < T) & (token % EACH == 0))[:, None], 0.0)  # fmt: skip
     raw_gates = _raw_gates(g + row * g_row, w + row * w_row, rates, biases, head, entry - BLOCK,
                            given, g_token, w_token, GATES)  # fmt: skip
     gl.thread_barrier()
@@ -342,7 +341,7 @@ def one_pass_kernel(
     slot, boundary, past, due, length = place_of_row(plan, rows, row, T, WINDOW, KEEP)
     # all of it at once: the rest would be asked for once it is known that there is a slot
     gl.thread_barrier()
-    is_served = has_row & (slot >= 0)
+    is_served = slot >= 0
     if WHICH == "rest":
         is_served = is_served & (due == 0)
     elif T == 0:

@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from replayssm.ops.triton.kernels.common import decay_of
 from replayssm.ops.triton.kernels.hopper import (
     WARPS,
-    next_lane,
-    of_lane,
+    next_entry,
+    of_entry,
     parts_of,
     product_from,
     sum_from,
@@ -114,7 +114,7 @@ def _substitute(products, with_queries, strength, past, length, ancestors, row,
         weight = strength * keys[None, :]
         older = gl.where(at == BLOCK, past, at) - 1
         keys = rows.index(gl.maximum(older, 0)).load(line)
-        passed = of_lane(b, at) * weight[:, :, None]
+        passed = of_entry(b, at) * weight[:, :, None]
         b = b - (gl.where(acts, passed, 0.0) if TREE else passed)
         at = older
     return b
@@ -128,9 +128,7 @@ def decays_on_paths(decay, ancestors, row, T: gl.constexpr, TOKENS: gl.constexpr
     entry = gl.arange(0, ENTRIES, gl.SliceLayout(1, matrix))
     acts = acts_on(entry + 1, ancestors, row, T, TOKENS, TREE, matrix)
     acts = acts & (entry < ENTRIES - 1)[:, None]
-    lane = gl.arange(0, ENTRIES, gl.SliceLayout(0, gl.SliceLayout(2, LANES)))
-    lane = gl.expand_dims(gl.expand_dims(lane, 0), 2)
-    return product_from(gl.where(acts[None, :, :], next_lane(decay)[:, :, None], 1.0), lane)
+    return product_from(gl.where(acts[None, :, :], next_entry(decay)[:, :, None], 1.0))
 
 
 @gluon.jit
@@ -146,9 +144,9 @@ def _prepare_fold(products, strength, gates, due, fold_v, fold_p, whole):
     heads: gl.constexpr = gl.SliceLayout(2, lanes)
     row: gl.constexpr = gl.SliceLayout(0, heads)
     entry = gl.arange(0, ENTRIES, gl.SliceLayout(0, strength.type.layout))
-    behind = gl.where((entry + 1 < due)[None, :], next_lane(gates), 0.0)
-    behind = sum_from(behind, gl.expand_dims(entry, 0))
-    after, all_decays = decay_of(behind), decay_of(of_lane(behind + gates, 0))
+    behind = gl.where((entry + 1 < due)[None, :], next_entry(gates), 0.0)
+    behind = sum_from(behind)
+    after, all_decays = decay_of(behind), decay_of(of_entry(behind + gates, 0))
     whole.store(gl.max(all_decays, 1))
     tables = (gl.allocate_shared_memory(F32, [ENTRIES, PER], TABLE),
               gl.allocate_shared_memory(F32, [ENTRIES, PER], TABLE),
@@ -163,12 +161,11 @@ def _prepare_fold(products, strength, gates, due, fold_v, fold_p, whole):
     diagonal = (gl.arange(0, FOLDED, gl.SliceLayout(1, gl.SliceLayout(0, lanes)))[:, None]
                 == unit[None, :])  # fmt: skip
     b = gl.where(diagonal[None, :, :], weights[:, :, None], 0.0)
-    half = (unit // 8)[None, :][None, :, :]
     rows = products._reinterpret(F32, [ENTRIES * 2, FOLDED], LINE)
     for i in range(1, due):
         at = due - i
         weight = weights * rows.index(at * 2).load(row)[None, :]
-        b = b - of_lane(b, at * 2 + half) * weight[:, :, None]
+        b = b - of_entry(b, at) * weight[:, :, None]
     decays = tables[1].slice(0, FOLDED, 0).permute((1, 0)).load(heads)
     _put_parts(fold_v, b * decays[:, :, None])
     decays = tables[2].slice(0, FOLDED, 0).permute((1, 0)).load(heads)
@@ -189,7 +186,7 @@ def coefficients(products, with_queries, strength, gates, past, length, due, anc
                     T, TOKENS, TREE, LANES)  # fmt: skip
     decay = decay_of(gates)
     behind = decays_on_paths(decay, ancestors, row, T, TOKENS, TREE, LANES)
-    whole = of_lane(behind * decay[:, :, None], 0)
+    whole = of_entry(behind * decay[:, :, None], 0)
     fold = ()
     if FOLD_PARTS:
         fold_whole = gl.allocate_shared_memory(F32, [PER], LINE)
