@@ -184,7 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw these results instead")
     parser.add_argument("--over", choices=sorted(report.AXES), default="batch", help="of --plot")
     parser.add_argument("--policy", type=Path, nargs="+",
-                        help="make a policy table of results of one device instead")  # fmt: skip
+                        help="make a policy table of results of a device instead, at --window")  # fmt: skip
     parser.add_argument("--out", type=Path, help="of --plot (kernels.svg) and --policy")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -205,7 +205,9 @@ def main() -> None:
         about = runs[0]["environment"]
         named_for = about["device"].lower().replace(" ", "-")
         out = args.out or policy.SHIPPED / f"{named_for}.policy.json"
-        rows = report.policy_rows({"results": [row for run in runs for row in run["results"]]})
+        # a window that was measured at one batch would judge all others by it
+        found = [row for run in runs for row in run["results"] if row["window"] in args.window]
+        rows = report.policy_rows({"results": found})
         policy.write_table(out, rows, about)
         return
     if args.device == "cpu":
