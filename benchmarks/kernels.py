@@ -184,7 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw these results instead")
     parser.add_argument("--over", choices=sorted(report.AXES), default="batch", help="of --plot")
     parser.add_argument("--policy", type=Path, nargs="+",
-                        help="make a policy table of results of a device instead, at --window")  # fmt: skip
+                        help="make a policy table of a device of its results instead")  # fmt: skip
     parser.add_argument("--out", type=Path, help="of --plot (kernels.svg) and --policy")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
