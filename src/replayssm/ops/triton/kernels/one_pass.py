@@ -344,8 +344,6 @@ def one_pass_kernel(
     is_served = slot >= 0
     if WHICH == "rest":
         is_served = is_served & (due == 0)
-    elif T == 0:
-        is_served = is_served & (due > 0)
     if is_served:
         full = gl.load(plan + FULL * rows + row) != 0
         state = h * (PER * V * K)
