@@ -54,20 +54,28 @@ READ = {Format.BF16: Sizes(8, 2), Format.Q24: Sizes(8, 3), Format.Q16: Sizes(8, 
 DUE = {Format.BF16: Sizes(8, 2), Format.Q24: Sizes(8, 2, 168), Format.Q16: Sizes(8, 2, 168)}
 
 
+def holds(spec: StorageSpec) -> bool:
+    """Whether a program of one pass, of either family, holds all that a row has not folded."""
+    ring = spec.ring
+    return (
+        spec.ring_dtype is torch.bfloat16
+        and ring.tiles == 1
+        and ring.window <= MOST_WINDOW
+        # a step crosses one boundary at most
+        and ring.max_block <= ring.window
+        and ring.most_unfolded <= MOST_PAST
+    )
+
+
 def serves(spec: StorageSpec) -> bool:
     """Whether the kernels are written for a layer stored as ``spec``."""
-    at, ring = spec.layer, spec.ring
+    at = spec.layer
     return (
         (at.write, at.decay) == (Write.ADDITIVE, Decay.SCALAR)
         and spec.format in READ
-        and spec.ring_dtype is torch.bfloat16
         and (at.key_dim, at.value_dim) == (KEY_DIM, VALUE_DIM)
         and at.heads_per_key % LEAST_HEADS == 0
-        and ring.tiles == 1
-        and ring.window <= MOST_WINDOW
-        # a step crosses one boundary at most, and a program holds all that it has not folded
-        and ring.max_block <= ring.window
-        and ring.most_unfolded <= MOST_PAST
+        and holds(spec)
     )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 HOPPER = 9
 KEY_DIM, VALUE_ROWS = 128, 64
-MOST_WINDOW, MOST_PAST, MOST_TOKENS = 16, 24, 8
+MOST_TOKENS = 8
 MOST_HEADS = 16
 """Value heads of a key head: a program keeps the coefficients of all in shared memory."""
 PARTS = {
@@ -99,20 +99,15 @@ def is_known_gluon() -> bool:
 
 def serves(spec: StorageSpec) -> bool:
     """Whether the kernel is written for a layer stored as ``spec``."""
-    at, ring = spec.layer, spec.ring
+    at = spec.layer
     return (
         (at.write, at.decay) == (Write.DELTA, Decay.SCALAR)
         and spec.format in PARTS
-        and spec.ring_dtype is torch.bfloat16
         and at.key_dim == KEY_DIM
         and at.value_dim % VALUE_ROWS == 0
         and at.heads_per_key == power_of_two(at.heads_per_key)
         and at.heads_per_key <= MOST_HEADS
-        and ring.tiles == 1
-        and ring.window <= MOST_WINDOW
-        # a step crosses one boundary at most, and a program holds all that it has not folded
-        and ring.max_block <= ring.window
-        and ring.most_unfolded <= MOST_PAST
+        and additive_pass.holds(spec)
     )
 
 

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
 
-from replayssm.ops.triton.kernels.additive_system import BF16, F32, WINDOW
 from replayssm.ops.triton.kernels.additive_tiles import (
     KEYS,
     ROWS,
@@ -27,6 +26,7 @@ from replayssm.ops.triton.kernels.additive_tiles import (
 )
 from replayssm.ops.triton.kernels.common import larger, row_amax
 from replayssm.ops.triton.kernels.hopper import WARPS, halves, parts_of
+from replayssm.ops.triton.kernels.one_pass_system import BF16, F32, FOLDED
 from replayssm.ops.triton.kernels.planes import (
     column_scale_of,
     join_rows,
@@ -89,9 +89,9 @@ def _permuted(x):
 def window_of(keys, due):
     """Return the keys of the due entries, 0 behind them, in permuted order in shared memory."""
     K: gl.constexpr = keys.shape[1]
-    window = gl.allocate_shared_memory(BF16, [WINDOW, K], SWIZZLED)
-    is_due = gl.arange(0, WINDOW, gl.SliceLayout(1, KEYS))[:, None] < due
-    found = gl.where(is_due, keys.slice(0, WINDOW, 0).load(KEYS).to(F32), 0.0)
+    window = gl.allocate_shared_memory(BF16, [FOLDED, K], SWIZZLED)
+    is_due = gl.arange(0, FOLDED, gl.SliceLayout(1, KEYS))[:, None] < due
+    found = gl.where(is_due, keys.slice(0, FOLDED, 0).load(KEYS).to(F32), 0.0)
     window.store(to_tile(found.to(BF16)))
     return window
 
@@ -99,9 +99,9 @@ def window_of(keys, due):
 @gluon.jit
 def _weighted(values, weights, due):
     """Return the due entries' ``u = w D v`` as three bf16 left operands ``[64, 16]``."""
-    entry = gl.arange(0, WINDOW, gl.SliceLayout(0, LEFT))
-    v = values.slice(0, WINDOW, 0).permute((1, 0)).load(LEFT)
-    w = weights.slice(0, WINDOW, 0).load(gl.SliceLayout(0, LEFT))
+    entry = gl.arange(0, FOLDED, gl.SliceLayout(0, LEFT))
+    v = values.slice(0, FOLDED, 0).permute((1, 0)).load(LEFT)
+    w = weights.slice(0, FOLDED, 0).load(gl.SliceLayout(0, LEFT))
     u = gl.where((entry < due)[None, :], v.to(F32) * w[None, :], 0.0)
     return parts_of(u, 3)
 
@@ -137,9 +137,9 @@ def _new_column_scales(columns, old_scales, values, weights, keys, due, whole, c
     """
     channel = gl.arange(0, keys.shape[1], PERMUTED)
     old = gl.convert_layout(_permuted(old_scales.load(PERMUTED)), CHANNELS).to(F32)
-    entry = gl.arange(0, WINDOW, VALUE_ROWS)
-    size = gl.max(gl.abs(values.slice(0, WINDOW, 0).load(VALUES).to(F32)), 1)
-    size = size * gl.abs(weights.slice(0, WINDOW, 0).load(VALUE_ROWS))
+    entry = gl.arange(0, FOLDED, VALUE_ROWS)
+    size = gl.max(gl.abs(values.slice(0, FOLDED, 0).load(VALUES).to(F32)), 1)
+    size = size * gl.abs(weights.slice(0, FOLDED, 0).load(VALUE_ROWS))
     size = gl.convert_layout(gl.where(entry < due, size, 0.0), CHANNEL_ENTRIES)
     added = gl.sum(size[:, None] * gl.abs(keys.load(CHANNEL).to(F32)), 0)
     fresh = column_scale_of(gl.fma(old, whole, added), old)

@@ -45,14 +45,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from replayssm.ops.triton.kernels.additive_fold import SWIZZLED, fold_row, window_of
 from replayssm.ops.triton.kernels.additive_system import (
-    BF16,
-    BLOCK,
     COEF,
-    ENTRIES,
-    F32,
-    LINE,
     SWIZZLED_BYTES,
-    TABLE,
     decays_behind,
     digits_of,
     fold_weights,
@@ -74,6 +68,7 @@ from replayssm.ops.triton.kernels.additive_tiles import (
 )
 from replayssm.ops.triton.kernels.common import decay_of, gate
 from replayssm.ops.triton.kernels.hopper import in_ring, of_entry, place_of_row
+from replayssm.ops.triton.kernels.one_pass_system import BF16, BLOCK, ENTRIES, F32, LINE, TABLE
 
 
 @gluon.jit

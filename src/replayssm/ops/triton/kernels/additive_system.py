@@ -14,27 +14,29 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from replayssm.ops.triton.kernels.common import decay_of, larger
 from replayssm.ops.triton.kernels.hopper import (
-    WARPS,
     next_entry,
     of_entry,
     parts_of,
     product_from,
     sum_from,
 )
-from replayssm.ops.triton.kernels.one_pass_system import acts_on, decays_on_paths
+from replayssm.ops.triton.kernels.one_pass_system import (
+    BF16,
+    BLOCK,
+    ENTRIES,
+    F32,
+    LINE,
+    PAIRS,
+    TABLE,
+    acts_on,
+    decays_on_paths,
+)
 
-WINDOW = gl.constexpr(16)  # entries that a fold takes at most
-ENTRIES = gl.constexpr(32)
-BLOCK = gl.constexpr(24)  # the entry that the block's first token is
-BF16, F32 = gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
 DIGITS_MAX = gl.constexpr(32512.0)  # 127 in the higher of two signed digits to the base 256
 TO_INT = gl.constexpr(12582912.0)  # 1.5 2^23: the last bits of a small number plus it are its own
 
-PAIRS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, WARPS // 2], [16, 8]))
 SWIZZLED_BYTES = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 COEF = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
-TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit

@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from replayssm.ops.triton.kernels.additive_system import BLOCK, ENTRIES, F32
 from replayssm.ops.triton.kernels.hopper import WARPS, in_ring
+from replayssm.ops.triton.kernels.one_pass_system import BLOCK, ENTRIES, F32
 
 ROWS = gl.constexpr(64)  # value rows of a tile
 
