@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from gpu.check import check
 from gpu.launches import TritonReplay
 from gpu.ours import DEPTHS, Choice, OurReplay
 from gpu.report import environment, save
-from replayssm.ops.triton import one_pass
+from replayssm.ops.triton import one_pass, pull_and_read
 from replayssm.types import Format, ReadDepth
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ class Way(TritonReplay):
         launch: Launch | None,
     ) -> None:  # fmt: skip
         """Launch one layer-step; ``store`` and ``out`` are mutated."""
-        with patch.object(one_pass, "folds", lambda *_: self._name == ONE_PASS):
+        with ExitStack() as stack:
+            if self._name == PULL_BACK:
+                stack.enter_context(patch.object(one_pass, "folds", return_value=False))
+                stack.enter_context(patch.object(pull_and_read, "serves", return_value=False))
             super().step_(store, plan, loaded, out, launch)
 
 

@@ -23,6 +23,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     f"{KERNELS}/one_pass.py:_serve": A_KERNEL,
     f"{KERNELS}/one_pass.py:one_pass_kernel": A_KERNEL,
     f"{KERNELS}/products.py:products_kernel": A_KERNEL,
+    f"{KERNELS}/pull_and_read.py:_serve": A_KERNEL,
     f"{KERNELS}/pullback.py:chain_kernel": A_KERNEL,
     f"{KERNELS}/whole.py:whole_kernel": A_KERNEL,
 }

@@ -55,9 +55,9 @@ def calls(
     name: str, fmt: str, tokens: int, depth: ReadDepth, rows: int = 64
 ) -> dict[str, list[Call]]:
     """Return the launches of every kernel by its name, on tensors that hold nothing."""
-    from replayssm.ops.triton.host import fold_call, step_calls
     from replayssm.ops.triton.others import advance_call, compact_call, conv_call, standard_call
     from replayssm.ops.triton.plan import device_plan
+    from replayssm.ops.triton.pulled_back import fold_call, step_calls
 
     at, device = LAYERS[name], torch.device("meta")
     ring = RingSpec(window=16, max_block=tokens)
@@ -162,8 +162,57 @@ def one_pass(
     return one_pass.step_calls(store, plan, Block(q, q, v, gates, gates), v, fused)
 
 
+@pytest.mark.parametrize(
+    ("value_heads", "value_dim"), [(32, 128), (64, 64), (64, 128), (64, 256), (128, 128)]
+)
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_a_read_that_pulls_back_by_itself_keeps_to_its_registers_on_an_h200(
+    value_heads: int, value_dim: int, tokens: int
+) -> None:
+    from replayssm.ops.triton.aot import compile_call
+    from replayssm.ops.triton.one_pass import is_known_gluon
+
+    if not is_known_gluon():
+        pytest.skip("Gluon is another one in this version of Triton")
+    for is_tree, is_fused in product((False, True) if tokens > 1 else (False,), (False, True)):
+        call = pull_and_read(value_heads, value_dim, tokens, is_tree, is_fused)
+        found = compile_call(call, "sm_90")
+        assert found.spilled == 0, found
+        # three programs of a multiprocessor
+        assert found.registers <= 168, found
+        assert found.shared <= 227 * 1024 // 3 - 1024, found
+
+
+def pull_and_read(
+    value_heads: int, value_dim: int, tokens: int, is_tree: bool, is_fused: bool
+) -> Call:
+    """Return the launch of a read with its pull-back on tensors that hold nothing."""
+    from replayssm.ops.triton import pull_and_read
+    from replayssm.ops.triton.call import PLAIN, Fused
+    from replayssm.ops.triton.plan import device_plan
+
+    at, rows = replace(LAYERS["gdn"], value_heads=value_heads, value_dim=value_dim), 256
+    device, ring = torch.device("meta"), RingSpec(window=16, max_block=8)
+    store = allocate(StorageSpec(at, Format.Q24, ring, torch.bfloat16), rows, device)
+    zero = np.zeros(rows, np.int64)
+    parents = np.full((rows, tokens), -1) if is_tree else None
+    host = BlockPlan(np.arange(rows), zero, zero, zero, zero + tokens, parents)
+    plan = device_plan(host, ring, [ReadDepth.HIGH] * rows, tokens, device)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(rows, tokens, *shape, dtype=dtype, device=device)
+
+    q, v = empty(at.key_heads, 128), empty(value_heads, value_dim)
+    gates = empty(value_heads, dtype=torch.bfloat16 if is_fused else torch.float32)
+    each = torch.empty(value_heads, device=device)
+    fused = Fused("beta", each, each, norm=True) if is_fused else PLAIN
+    block = Block(q, q, v, gates, gates)
+    assert pull_and_read.reads(store, plan, block, v, fused)
+    return pull_and_read.read_call(store, plan, block, v, fused)
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "q24", "q16"])
-@pytest.mark.parametrize("value_heads", [32, 128])
+@pytest.mark.parametrize("value_heads", [32, 112, 128])
 @pytest.mark.parametrize("tokens", [0, 1, 4, 8])
 def test_one_pass_of_additive_writes_keeps_to_its_registers_on_an_h200(
     fmt: str, value_heads: int, tokens: int

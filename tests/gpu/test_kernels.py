@@ -273,6 +273,10 @@ CASES += [
     *(Case(layer(A, S, h, n, 128, 64), fmt, depth, w, tokens=t, dtype=torch.bfloat16)
       for fmt, depth in (("bf16", FULL), ("q24", HIGH))
       for h, n, w, t in ((1, 12, 8, 2), (4, 16, 4, 4), (1, 8, 5, 3))),
+    # the last program of a group has fewer heads
+    *(Case(layer(A, S, h, n, 128, 64), fmt, depth, 8, tokens=t, dtype=torch.bfloat16)
+      for fmt, depth in (("bf16", FULL), ("q24", HIGH), ("q16", HIGH))
+      for h, n, t in ((1, 14, 4), (2, 14, 1), (2, 10, 3))),
     *(Case(GROUPS, fmt, depth, 16, tokens=5, is_tree=True, dtype=torch.bfloat16)
       for fmt, depth in (("bf16", FULL), ("q24", HIGH), ("q16", HIGH))),
     *(Case(GROUPS, fmt, depth, 4, tokens=1, is_tree=True, dtype=torch.bfloat16)
@@ -346,6 +350,37 @@ def test_every_launch_of_the_table_is_within_the_budget(
     for how in launches_of(at, fmt, tokens):
         case = Case(at, fmt.value, HIGH, 8, tokens=tokens, dtype=torch.bfloat16, launch=how)
         assert max(worst_excess(case, device, steps=10)) <= 1, how
+
+
+PULLED = [
+    *(Case(SHARED, fmt, HIGH, 16, tokens=t, dtype=torch.bfloat16)
+      for fmt in ("q24", "q16") for t in (1, 2, 4, 8)),
+    *(Case(layer(D, S, 2, n, 128, v), "q24", HIGH, w, tokens=t, dtype=torch.bfloat16)
+      for n, v, w, t in ((4, 128, 8, 1), (4, 64, 4, 4), (16, 256, 8, 3), (16, 128, 5, 5))),
+    *(Case(SHARED, fmt, HIGH, w, tokens=t, is_tree=True, dtype=torch.bfloat16)
+      for fmt, w, t in (("q24", 16, 5), ("q16", 16, 3), ("q24", 4, 1))),
+    *(Case(SHARED, fmt, HIGH, w, tokens=3, keep=2, dtype=torch.bfloat16)
+      for fmt, w in (("q24", 16), ("q16", 5))),
+    *(Case(SHARED, "q24", HIGH, 8, tokens=t, dtype=torch.bfloat16, regime=r)
+      for t in (1, 4) for r in (Regime.CLOSED, Regime.RESET, Regime.OPEN, Regime.HUGE_WRITES)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PULLED, ids=str)
+def test_a_read_that_pulls_back_by_itself_is_within_the_budget(
+    case: Case, device: torch.device
+) -> None:
+    if device.type != "cuda":
+        pytest.skip("Gluon has no interpreter; run it on a GPU")
+    from replayssm.ops.triton import pull_and_read
+    from replayssm.ops.triton.launch import Launch
+
+    if not pull_and_read.serves(make_pool(case, device).stores[0].spec, device):
+        pytest.skip("written for Hopper and Triton 3.6")
+    # rows that fold beside those that do not: what the table has for many
+    driven = replace(case, launch=Launch(64, 64, 16, fold_programs=4))
+    with patch.object(pull_and_read, "LEAST_ROWS", 1):
+        assert max(worst_excess(driven, device, steps=2 * case.window)) <= 1
 
 
 @pytest.mark.parametrize("at", ODD.values(), ids=lambda at: f"{at.write}-{at.decay}")

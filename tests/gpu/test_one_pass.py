@@ -246,6 +246,30 @@ def test_what_the_kernel_cannot_fold_is_not_folded_here() -> None:
         assert not serves(spec(**other))
 
 
+def test_what_cannot_pull_back_beside_its_read_is_not_served() -> None:
+    pytest.importorskip("triton")
+    from replayssm.ops.triton import one_pass, pull_and_read
+
+    def serves(fmt: str = "q24", ring: RingSpec = RING, **other: object) -> bool:
+        at = {"write": Write.DELTA, "decay": Decay.SCALAR, "key_heads": 2, "value_heads": 8,
+              "key_dim": 128, "value_dim": 128} | other  # fmt: skip
+        spec = StorageSpec(LayerSpec(**at), Format(fmt), ring, torch.bfloat16)
+        return pull_and_read.serves(spec, torch.device("cuda"))
+
+    with patch.object(one_pass, "is_hopper", return_value=True):
+        assert serves()
+        assert serves("q16", RingSpec(8, keep=3, max_block=5), value_heads=32)
+        # a store is served by one of the two modules at most
+        assert not any(serves(fmt) for fmt in ("f32", "s32", "bf16"))
+        assert not serves(ring=RingSpec(17))
+        assert not serves(ring=RingSpec(16, tiles=2))
+        assert not serves(value_heads=2)
+        assert not serves(value_heads=6)
+        assert not serves(value_dim=192)
+        assert not serves(write=Write.ADDITIVE)
+        assert not serves(decay=Decay.CHANNEL)
+
+
 def test_what_the_additive_kernels_cannot_fold_is_not_folded_there() -> None:
     pytest.importorskip("triton")
     from replayssm.ops.triton.additive_pass import serves
@@ -257,6 +281,7 @@ def test_what_the_additive_kernels_cannot_fold_is_not_folded_there() -> None:
 
     assert all(serves(spec(fmt=fmt)) for fmt in ("bf16", "q24", "q16"))
     assert serves(spec(RingSpec(8, keep=3, max_block=5), value_heads=24))
+    assert serves(spec(value_heads=14))
     for ring in (RingSpec(17), RingSpec(8, max_block=9), RingSpec(16, keep=1, max_block=9),
                  RingSpec(16, tiles=2)):  # fmt: skip
         assert not serves(spec(ring))

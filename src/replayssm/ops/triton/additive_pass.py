@@ -74,7 +74,7 @@ def serves(spec: StorageSpec) -> bool:
         (at.write, at.decay) == (Write.ADDITIVE, Decay.SCALAR)
         and spec.format in READ
         and (at.key_dim, at.value_dim) == (KEY_DIM, VALUE_DIM)
-        and at.heads_per_key % LEAST_HEADS == 0
+        and at.heads_per_key >= LEAST_HEADS
         and holds(spec)
     )
 
@@ -104,7 +104,7 @@ def choose(spec: StorageSpec, rows: int) -> tuple[Sizes, Sizes]:
 
 def _fitted(sizes: Sizes, spec: StorageSpec, rows: int) -> Sizes:
     at, heads = spec.layer, sizes.heads
-    if at.heads_per_key % heads or rows * at.value_heads // heads < FILLED:
+    if at.heads_per_key < heads or rows * at.value_heads // heads < FILLED:
         heads = LEAST_HEADS
     return Sizes(heads, sizes.buffers, sizes.registers)
 
@@ -172,5 +172,5 @@ def _call(
     from replayssm.ops.triton.kernels.hopper import WARPS
 
     kernel = additive_due_kernel if is_due else additive_read_kernel
-    grid = (plan.rows * at.value_heads // how.heads,)
+    grid = (plan.rows * at.key_heads * -(-at.heads_per_key // how.heads),)
     return Call(kernel, grid, args, constants, WARPS, how.registers)

@@ -81,11 +81,14 @@ def folds(spec: StorageSpec, device: torch.device) -> bool:
 
     It then is on ``device`` whatever its blocks are.
     """
+    return is_hopper(device) and (serves(spec) or additive_pass.serves(spec))
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether ``device`` is one that kernels in Gluon are written for."""
     if not is_known_gluon() or not has_asm(device):
         return False
-    if torch.cuda.get_device_capability(device)[0] != HOPPER:
-        return False
-    return serves(spec) or additive_pass.serves(spec)
+    return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def is_known_gluon() -> bool:
@@ -113,14 +116,23 @@ def serves(spec: StorageSpec) -> bool:
 
 def check_strides(store: LayerStore) -> None:
     """Refuse slots that do not start where 16 bytes a lane can be copied from."""
-    for name in ("high", "low", "row_scale", "columns", "k", "v"):
-        x = getattr(store, name)
-        if x is not None and (x.stride(0) % ALIGNED or x.data_ptr() % ALIGNED):
+    for name, x in _copied(store):
+        if x.stride(0) % ALIGNED or x.data_ptr() % ALIGNED:
             raise UnsupportedError(
                 f"{name}: the first slot must start at a multiple of {ALIGNED} bytes and others at "
                 f"multiples of {ALIGNED} elements, not at {x.data_ptr()} and {x.stride(0)} apart; "
                 "align the tensor"
             )
+
+
+def is_aligned(store: LayerStore) -> bool:
+    """Whether slots start where 16 bytes a lane can be copied from."""
+    return all(x.stride(0) % ALIGNED == 0 == x.data_ptr() % ALIGNED for _, x in _copied(store))
+
+
+def _copied(store: LayerStore) -> list[tuple[str, Tensor]]:
+    names = ("high", "low", "row_scale", "columns", "k", "v")
+    return [(name, x) for name in names if (x := getattr(store, name)) is not None]
 
 
 def reads(block: Block, out: Tensor, fused: Fused) -> bool:

@@ -13,7 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group
 
-from replayssm.ops.triton.kernels.additive_tiles import (
+from replayssm.ops.triton.kernels.common import larger, row_amax
+from replayssm.ops.triton.kernels.hopper import WARPS, halves, parts_of
+from replayssm.ops.triton.kernels.one_pass_system import BF16, F32, FOLDED, SWIZZLED
+from replayssm.ops.triton.kernels.operand_tiles import (
     KEYS,
     ROWS,
     VALUE_ROWS,
@@ -24,9 +27,6 @@ from replayssm.ops.triton.kernels.additive_tiles import (
     source_of,
     tile_outputs,
 )
-from replayssm.ops.triton.kernels.common import larger, row_amax
-from replayssm.ops.triton.kernels.hopper import WARPS, halves, parts_of
-from replayssm.ops.triton.kernels.one_pass_system import BF16, F32, FOLDED
 from replayssm.ops.triton.kernels.planes import (
     column_scale_of,
     join_rows,
@@ -56,7 +56,6 @@ WIDE_CUT = gl.constexpr(gl.DistributedLinearLayout(
     [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 32]
 ))  # fmt: skip
 CUT_ROWS, CUT_COLUMNS = (gl.constexpr(gl.SliceLayout(i, WIDE_CUT)) for i in (1, 0))
-SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
@@ -202,14 +201,14 @@ def _ask_next(tile, buffers, low_buffer, low, given, R: gl.constexpr, HEADS: gl.
     Where values are is found anew, so that nothing of it takes registers while a tile is folded.
     """
     if SCALED:  # noqa: SIM102 - without a low plane nothing of it must be compiled
-        if tile + 1 < HEADS:
+        if tile + 1 < given[7]:
             ask_plane(low_buffer, low + (tile + 1) * (ROWS * low_buffer.shape[1]))
     if tile + BUFFERS < HEADS:
         at = tile % BUFFERS
-        high, v, v_token, ring_v, start, past, length = given
+        high, v, v_token, ring_v, start, past, length, own = given
         source = source_of(high, v, v_token, ring_v, _again(start), _again(past), _again(length),
-                           buffers[1].shape[2], R)  # fmt: skip
-        ask(tile + BUFFERS, buffers[0].index(at), buffers[1].index(at), source)
+                           own, buffers[1].shape[2], R)  # fmt: skip
+        ask(tile + BUFFERS, buffers[0].index(at), buffers[1].index(at), source, ROWS)
     else:
         commit_group()
 
@@ -236,14 +235,14 @@ def fold_row(buffers, given, reading, place_of, folding, T: gl.constexpr, R: gl.
     due, keys, weights, wholes, low_buffer, low, tables = folding
     high = given[0]
     K: gl.constexpr = buffers[0].shape[2]
-    for n in range(HEADS):
+    for n in range(given[7]):
         i = _again(n)
         arrived(0)
         tile, values = buffers[0].index(i % BUFFERS), buffers[1].index(i % BUFFERS)
         if T > 0:
             out_at, z_at, tokens, length, ring_v, first = place_of
             here = (out_at, z_at, tokens, _again(length), ring_v, _again(first))
-            tile_outputs(i, tile, values, reading, here, T, R, FORMAT, HAS_Z)
+            tile_outputs(i, tile, values, reading, here, T, ROWS, R, FORMAT, HAS_Z)
         whole = gl.max(wholes.index(i).load(TILE_COLUMNS), 0)
         u = _weighted(values, weights.index(i), due)
         tops = _quarters(tile)

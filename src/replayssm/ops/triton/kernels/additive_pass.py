@@ -31,7 +31,7 @@ worth saving: nothing small is loaded to registers before the tiles are asked fo
 for it there), and decays and digits of several heads are made at once, and of no more tokens than
 there are. Barriers without a reader keep loads in the order in which they are waited for.
 
-:mod:`.additive_system` has the coefficients, :mod:`.additive_tiles` the tiles that are read,
+:mod:`.additive_system` has the coefficients, :mod:`.operand_tiles` the tiles that are read,
 :mod:`.additive_fold` those that fold.
 """
 
@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from replayssm.ops.triton.kernels.additive_fold import SWIZZLED, fold_row, window_of
+from replayssm.ops.triton.kernels.additive_fold import fold_row, window_of
 from replayssm.ops.triton.kernels.additive_system import (
     COEF,
     SWIZZLED_BYTES,
@@ -53,7 +53,19 @@ from replayssm.ops.triton.kernels.additive_system import (
     products_of,
     put_coefficients,
 )
-from replayssm.ops.triton.kernels.additive_tiles import (
+from replayssm.ops.triton.kernels.block_inputs import ask_inputs, ask_raw, ask_scales, new_gates
+from replayssm.ops.triton.kernels.common import decay_of
+from replayssm.ops.triton.kernels.hopper import in_ring, of_entry, place_of_row
+from replayssm.ops.triton.kernels.one_pass_system import (
+    BF16,
+    BLOCK,
+    ENTRIES,
+    F32,
+    LINE,
+    SWIZZLED,
+    TABLE,
+)
+from replayssm.ops.triton.kernels.operand_tiles import (
     KEY_COLUMNS,
     KEY_ROWS,
     KEYS,
@@ -66,74 +78,25 @@ from replayssm.ops.triton.kernels.additive_tiles import (
     source_of,
     write_nothing,
 )
-from replayssm.ops.triton.kernels.common import decay_of, gate
-from replayssm.ops.triton.kernels.hopper import in_ring, of_entry, place_of_row
-from replayssm.ops.triton.kernels.one_pass_system import BF16, BLOCK, ENTRIES, F32, LINE, TABLE
 
 
 @gluon.jit
-def _ask_inputs(q, k, row, h, q_row, q_token, k_row, k_token, T: gl.constexpr, K: gl.constexpr,
-                SCALED: gl.constexpr):  # fmt: skip
-    """Ask for a block's keys and queries, which need no plan; return where they will be.
-
-    Columns of queries are as products take them and, for digits, plain. Of no tokens, nothing.
-    """
-    N: gl.constexpr = 8 if T <= 4 else 16
-    block = ()
-    if T > 0:
-        q, k = q + row * q_row + h * K, k + row * k_row + h * K
-        keys = gl.allocate_shared_memory(BF16, [8, K], SWIZZLED)
-        queries = gl.allocate_shared_memory(BF16, [N, K], SWIZZLED)
-        column, token = gl.arange(0, K, KEY_COLUMNS)[None, :], gl.arange(0, 8, KEY_ROWS)[:, None]
-        copy(keys, k + token * k_token + column, token < T)
-        pair = gl.arange(0, N, KEY_ROWS)[:, None]
-        copy(queries, q + pair // 2 * q_token + column, (pair // 2 < T) & (pair % 2 == 0))
-        plain = queries
-        if SCALED:
-            plain = gl.allocate_shared_memory(BF16, [N // 2, K], TABLE)
-            token = gl.arange(0, N // 2, KEY_ROWS)[:, None]
-            copy(plain, q + token * q_token + column, token < T)
-        block = (keys, queries, plain)
-    return block
+def first_head(part, H: gl.constexpr, HV: gl.constexpr, HEADS: gl.constexpr):
+    """Return the first value head of a program of a row."""
+    PER: gl.constexpr = HV // H
+    PARTS: gl.constexpr = (PER + HEADS - 1) // HEADS
+    return part // PARTS * PER + part % PARTS * HEADS
 
 
 @gluon.jit
-def _ask_raw(x, row, x_row, x_token, head0, T: gl.constexpr, HEADS: gl.constexpr):
-    """Ask for what a block's gates are made of, ``[entries, heads]``: the last eight entries."""
-    raw = gl.allocate_shared_memory(x.dtype.element_ty, [ENTRIES, HEADS], TABLE)
-    by_head: gl.constexpr = gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0])
-    token = gl.arange(0, 8, gl.SliceLayout(1, by_head))[:, None]
-    head = head0 + gl.arange(0, HEADS, gl.SliceLayout(0, by_head))[None, :]
-    copy(raw.slice(BLOCK, 8, 0), x + row * x_row + token * x_token + head, token < T)
-    return raw
-
-
-@gluon.jit
-def _ask_scales(scales, columns, V: gl.constexpr, K: gl.constexpr, HEADS: gl.constexpr):
-    """Ask for the column and row scales of a program's heads."""
-    column_scales = gl.allocate_shared_memory(BF16, [HEADS, K], TABLE)
-    row_scales = gl.allocate_shared_memory(F32, [HEADS, V], TABLE)
-    head, column = gl.arange(0, HEADS, KEY_ROWS)[:, None], gl.arange(0, K, KEY_COLUMNS)[None, :]
-    copy(column_scales, columns + (head * K + column))
-    quads: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, quads))[:, None]
-    copy(row_scales, scales + (head * V + gl.arange(0, V, gl.SliceLayout(0, quads))[None, :]))
-    return column_scales, row_scales._reinterpret(F32, [HEADS, V], LINE)
-
-
-@gluon.jit
-def _new_gates(raw, old, rates, biases, head, is_new, w_low, w_high, GATES: gl.constexpr,
-               LAYOUT: gl.constexpr):  # fmt: skip
-    """Return the log-decays and strengths of the block's tokens, and those of all entries."""
-    raw_g = gl.where(is_new, raw[0].permute((1, 0)).load(LAYOUT).to(F32), 0.0)
-    raw_w, rate, bias = raw_g, raw_g, raw_g
-    if GATES == "none":
-        raw_w = gl.where(is_new, raw[1].permute((1, 0)).load(LAYOUT).to(F32), 0.0)
-    else:
-        rate, bias = gl.load(rates + head).to(F32), gl.load(biases + head).to(F32)
-    g_new, w_new = gate(raw_g, raw_w, rate, bias, w_low, w_high, GATES)
-    gates = gl.where(is_new, g_new, old[0].load(LAYOUT))
-    return g_new, w_new, gates, gl.where(is_new, w_new, old[1].load(LAYOUT))
+def own_heads(part, H: gl.constexpr, HV: gl.constexpr, HEADS: gl.constexpr):
+    """Return how many heads a program has: the last of a key head may have less than ``HEADS``."""
+    PER: gl.constexpr = HV // H
+    if PER % HEADS == 0:
+        return HEADS
+    else:  # noqa: RET505 - what is not taken must not be compiled
+        PARTS: gl.constexpr = (PER + HEADS - 1) // HEADS
+        return gl.minimum(PER - part % PARTS * HEADS, HEADS)
 
 
 @gluon.jit
@@ -145,7 +108,7 @@ def _serve(
     FOLDS: gl.constexpr,
 ):  # fmt: skip
     """Append and read ``HEADS`` heads of a row and key head; fold them, or fold nothing."""
-    PARTS: gl.constexpr = HV // H // HEADS  # programs of a row and key head
+    PARTS: gl.constexpr = (HV // H + HEADS - 1) // HEADS  # programs of a row and key head
     TOKENS: gl.constexpr = 4 if T <= 4 else 8
     N: gl.constexpr = 2 * TOKENS
     SCALED: gl.constexpr = FORMAT != "bf16"
@@ -160,7 +123,7 @@ def _serve(
     ring_k, ring_v, ring_g, ring_w = rings
     v_row, v_token, g_row, g_token, w_row, w_token, z_row, z_token, out_row, out_token = strides
     q_scale, w_low, w_high = numbers
-    h, head0 = part // PARTS, part * HEADS
+    h, head0, own = part // PARTS, first_head(part, H, HV, HEADS), own_heads(part, H, HV, HEADS)
     start = (boundary % R).to(gl.int32)
     ring_k += slot * slots[4] + h * (R * K)
     ring_v += slot * slots[5] + head0 * (R * V)
@@ -171,31 +134,34 @@ def _serve(
         low += slot * slots[1] + head0 * (V * K)
 
     # the ring's keys, scales and all gates
+    keys = block[0]
     column, token = gl.arange(0, K, KEY_COLUMNS)[None, :], gl.arange(0, 8, KEY_ROWS)
-    key = gl.arange(0, ENTRIES, KEY_ROWS)
-    keys = gl.allocate_shared_memory(BF16, [ENTRIES, K], SWIZZLED)
-    copy(keys, ring_k + in_ring(start + key, R)[:, None] * K + column, (key < past)[:, None])
+    for first in gl.static_range(0, BLOCK, 8):
+        key = first + token
+        key_at = ring_k + in_ring(start + key, R)[:, None] * K + column
+        copy(keys.slice(first, 8, 0), key_at, (key < past)[:, None])
     if SCALED:
-        column_scales, row_scales = _ask_scales(
+        column_scales, row_scales = ask_scales(
             scales + slot * slots[2] + head0 * V, columns + slot * slots[3] + head0 * K,
-            V, K, HEADS,
+            own, V, K, HEADS,
         )  # fmt: skip
-    head = (head0 + gl.arange(0, HEADS, gl.SliceLayout(1, heads)))[:, None]
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, heads))[:, None]
+    is_own, head = head < own, head0 + head
     entry = gl.arange(0, ENTRIES, gl.SliceLayout(0, heads))
     at_gate = head * R + in_ring(
         start + gl.where(entry < BLOCK, entry, entry - BLOCK + past), R)[None, :]  # fmt: skip
-    is_new = ((entry >= BLOCK) & (entry < BLOCK + length))[None, :]
-    is_old = (entry < past)[None, :]
+    is_new = ((entry >= BLOCK) & (entry < BLOCK + length))[None, :] & is_own
+    is_old = (entry < past)[None, :] & is_own
     old = (gl.allocate_shared_memory(F32, [HEADS, ENTRIES], TABLE),
            gl.allocate_shared_memory(F32, [HEADS, ENTRIES], TABLE))  # fmt: skip
     copy(old[0], ring_g + at_gate, is_old)
     copy(old[1], ring_w + at_gate, is_old)
     if T > 0:
-        raw = (_ask_raw(g, row, g_row, g_token, head0, T, HEADS),)
+        raw = (ask_raw(g, row, g_row, g_token, head0, own, T, HEADS),)
         if GATES == "none":
-            raw = (raw[0], _ask_raw(w, row, w_row, w_token, head0, T, HEADS))
+            raw = (raw[0], ask_raw(w, row, w_row, w_token, head0, own, T, HEADS))
     if SKIP:
-        skip = gl.load(skips + head).to(F32)
+        skip = gl.load(skips + head, is_own, 0.0).to(F32)
     commit_group()
     gl.thread_barrier()
 
@@ -205,27 +171,26 @@ def _serve(
                                   SWIZZLED_BYTES if SCALED else SWIZZLED),
         gl.allocate_shared_memory(BF16, [BUFFERS, ENTRIES, V], SWIZZLED),
     )  # fmt: skip
-    given = (high, v, v_token, ring_v, start, past, length)
-    source = source_of(high, v, v_token, ring_v, start, past, length, V, R)
+    given = (high, v, v_token, ring_v, start, past, length, own)
+    source = source_of(high, v, v_token, ring_v, start, past, length, own, V, R)
     low_buffer = buffers[0].index(0)
     if FOLDS and SCALED:
         low_layout: gl.constexpr = SWIZZLED_BYTES if FORMAT == "q16" else SWIZZLED
         low_buffer = gl.allocate_shared_memory(low.dtype.element_ty, [ROWS, K], low_layout)
         ask_plane(low_buffer, low)
     for b in gl.static_range(min(BUFFERS, HEADS)):
-        ask(b, buffers[0].index(b), buffers[1].index(b), source)
+        ask(b, buffers[0].index(b), buffers[1].index(b), source, V)
     gl.thread_barrier()
 
     # append gates and keys; values follow tile by tile
     wait_group(min(BUFFERS, HEADS))
     gates, strength = old[0].load(heads), old[1].load(heads)
     if T > 0:
-        g_new, w_new, gates, strength = _new_gates(raw, old, rates, biases, head, is_new,
-                                                   w_low, w_high, GATES, heads)  # fmt: skip
+        g_new, w_new, gates, strength = new_gates(raw, old, rates, biases, head, is_own,
+                                                   is_new, w_low, w_high, GATES, heads)  # fmt: skip
         gl.store(ring_g + at_gate, g_new, is_new)
         gl.store(ring_w + at_gate, w_new, is_new)
-        new_keys = block[0].load(KEYS)
-        keys.slice(BLOCK, 8, 0).store(new_keys)
+        new_keys = keys.slice(BLOCK, 8, 0).load(KEYS)
         gl.store(ring_k + in_ring(start + past + token, R)[:, None] * K + column, new_keys,
                  (token < length)[:, None] & (part % PARTS == 0))  # fmt: skip
 
@@ -267,7 +232,7 @@ def _serve(
     if FOLDS:
         fold_row(buffers, given, reading, place_of, folding, T, R, FORMAT, HAS_Z, HEADS, BUFFERS)
     else:
-        read_row(buffers, source, reading, place_of, T, R, FORMAT, HAS_Z, HEADS, BUFFERS)
+        read_row(buffers, source, reading, place_of, T, V, R, FORMAT, HAS_Z, HEADS, BUFFERS)
 
 
 @gluon.jit
@@ -282,10 +247,11 @@ def additive_read_kernel(
     HEADS: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Append and read the heads of rows that fold nothing; pad rows get zeros."""
-    row, part = gl.program_id(0) // (HV // HEADS), gl.program_id(0) % (HV // HEADS)
+    PARTS: gl.constexpr = (HV // H + HEADS - 1) // HEADS
+    row, part = gl.program_id(0) // (H * PARTS), gl.program_id(0) % (H * PARTS)
     row = row.to(gl.int64)
     place = place_of_row(plan, rows, row, T, WINDOW, KEEP)
-    block = _ask_inputs(q, k, row, part // (HV // H // HEADS), q_row, q_token, k_row, k_token,
+    block = ask_inputs(q, k, row, part // PARTS, q_row, q_token, k_row, k_token,
                         T, K, FORMAT != "bf16")  # fmt: skip
     if (place[0] >= 0) & (place[3] == 0):
         _serve(
@@ -299,7 +265,8 @@ def additive_read_kernel(
     else:
         commit_group()
         if place[0] < 0:
-            write_nothing(out + row * out_row + part * (HEADS * V), out_token, T, V, HEADS)
+            head0, own = first_head(part, H, HV, HEADS), own_heads(part, H, HV, HEADS)
+            write_nothing(out + row * out_row + head0 * V, out_token, own, T, HEADS)
         wait_group(0)
 
 
@@ -318,11 +285,12 @@ def additive_due_kernel(
 
     A block of no tokens (T = 0) folds and reads nothing; its inputs and ``out`` are not touched.
     """
-    item, part = gl.program_id(0) // (HV // HEADS), gl.program_id(0) % (HV // HEADS)
+    PARTS: gl.constexpr = (HV // H + HEADS - 1) // HEADS
+    item, part = gl.program_id(0) // (H * PARTS), gl.program_id(0) % (H * PARTS)
     if item < gl.load(listed):
         row = gl.load(listed + 1 + item).to(gl.int64)
         place = place_of_row(plan, rows, row, T, WINDOW, KEEP)
-        block = _ask_inputs(q, k, row, part // (HV // H // HEADS), q_row, q_token, k_row, k_token,
+        block = ask_inputs(q, k, row, part // PARTS, q_row, q_token, k_row, k_token,
                             T, K, FORMAT != "bf16")  # fmt: skip
         _serve(
             place, row, part, block, (ancestors, v, g, w, rates, biases, skips, z, out),

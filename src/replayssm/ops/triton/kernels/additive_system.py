@@ -124,7 +124,7 @@ def put_coefficients(coef, x):
 
 
 @gluon.jit
-def _put_digits(digits, factors, columns, query):
+def put_digits(digits, factors, columns, query):
     """Cut every head's column scales times the queries into two signed digits, as they are stored.
 
     ``query``: ``[1, tokens, K]`` fp32, or a single token's for all. ``factors`` ``[heads, tokens]``
@@ -168,5 +168,5 @@ def digits_of(plain_queries, column_scales, factors, MADE: gl.constexpr):
     )  # fmt: skip
     query = plain_queries.slice(0, MADE, 0).load(gl.SliceLayout(0, by_token)).to(F32)
     digits = gl.allocate_shared_memory(gl.int8, [HEADS, 2 * TOKENS, K], SWIZZLED_BYTES)
-    _put_digits(digits, factors, column_scales, gl.expand_dims(query, 0))
+    put_digits(digits, factors, column_scales, gl.expand_dims(query, 0))
     return digits

@@ -51,6 +51,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from replayssm.ops.triton.kernels.block_inputs import unit_keys
 from replayssm.ops.triton.kernels.common import FULL, gate
 from replayssm.ops.triton.kernels.hopper import as_operands, in_ring, parts_of, place_of_row
 from replayssm.ops.triton.kernels.one_pass_system import (
@@ -59,6 +60,7 @@ from replayssm.ops.triton.kernels.one_pass_system import (
     ENTRIES,
     F32,
     LINE,
+    SWIZZLED,
     coefficients,
     key_products,
 )
@@ -83,18 +85,7 @@ from replayssm.ops.triton.kernels.one_pass_tiles import (
 FOUR_TOKENS = gl.constexpr(gl.DistributedLinearLayout(
     [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
 ))  # fmt: skip
-SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SWIZZLED_F32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-
-
-@gluon.jit
-def _unit_keys(raw, is_token, eps, NORM: gl.constexpr):
-    """Return a block's keys as the ring keeps them; see :func:`.common.unit_key`."""
-    keys = gl.where(is_token, raw.to(F32), 0.0)
-    if NORM:
-        wide = keys.to(gl.float64)
-        keys = keys * gl.rsqrt(gl.sum(wide * wide, 1).to(F32) + eps)[:, None]
-    return keys.to(BF16)
 
 
 @gluon.jit
@@ -260,7 +251,7 @@ def _serve(
 
     # append keys and gates; values follow tile by tile
     is_token = (token < length)[:, None]
-    k_new = _unit_keys(k_raw, is_token, eps, NORM)
+    k_new = unit_keys(k_raw, is_token, eps, NORM)
     gl.store(ring_k + in_ring(start + past + token, R)[:, None] * K + column[None, :], k_new,
              is_token & (part == 0))  # fmt: skip
     queries, factors = _shared_queries(q_raw, (query < length)[:, None], q_scale, eps, NORM)

@@ -33,6 +33,7 @@ BF16, F32 = gl.constexpr(gl.bfloat16), gl.constexpr(gl.float32)
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [2, WARPS // 2], [16, 8]))
 TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 READ = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
 FOLD = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))
 
@@ -64,18 +65,25 @@ def _put_parts(targets, x):
 
 
 @gluon.jit
-def key_products(keys, queries, q_norm, TOKENS: gl.constexpr):
-    """Store products of keys with older keys, and with the tokens' scaled queries."""
-    rows = keys.load(gl.DotOperandLayout(0, PAIRS, 2))
+def products_of_keys(keys, rows):
+    """Store products of keys with older keys; ``rows``: the keys as an operand."""
     gram = mma_v2(rows, keys.permute((1, 0)).load(gl.DotOperandLayout(1, PAIRS, 2)),
                   gl.zeros([ENTRIES, ENTRIES], F32, PAIRS))  # fmt: skip
-    by_query = mma_v2(rows, queries.permute((1, 0)).load(gl.DotOperandLayout(1, PAIRS, 2)),
-                      gl.zeros([ENTRIES, 8], F32, PAIRS))  # fmt: skip
-    by_query = by_query * q_norm.load(gl.SliceLayout(0, PAIRS))[None, :]
     newer = gl.arange(0, ENTRIES, gl.SliceLayout(1, PAIRS))[:, None]
     older = gl.arange(0, ENTRIES, gl.SliceLayout(0, PAIRS))[None, :]
     products = gl.allocate_shared_memory(F32, [ENTRIES, ENTRIES], TABLE)
     products.store(gl.where(older < newer, gram, 0.0))
+    return products
+
+
+@gluon.jit
+def key_products(keys, queries, q_norm, TOKENS: gl.constexpr):
+    """Store products of keys with older keys, and with the tokens' scaled queries."""
+    rows = keys.load(gl.DotOperandLayout(0, PAIRS, 2))
+    products = products_of_keys(keys, rows)
+    by_query = mma_v2(rows, queries.permute((1, 0)).load(gl.DotOperandLayout(1, PAIRS, 2)),
+                      gl.zeros([ENTRIES, 8], F32, PAIRS))  # fmt: skip
+    by_query = by_query * q_norm.load(gl.SliceLayout(0, PAIRS))[None, :]
     with_queries = gl.allocate_shared_memory(F32, [ENTRIES, TOKENS], TABLE)
     if TOKENS == 8:
         with_queries.store(by_query)
@@ -98,15 +106,18 @@ def acts_on(entry, ancestors, row, T: gl.constexpr, TOKENS: gl.constexpr, TREE: 
 
 
 @gluon.jit
-def _substitute(products, with_queries, strength, past, length, ancestors, row,
+def substitute(products, with_queries, strength, past, length, ancestors, row,
                T: gl.constexpr, TOKENS: gl.constexpr, TREE: gl.constexpr,
                LANES: gl.constexpr):  # fmt: skip
-    """Return b ``[heads, entries, tokens]``, from the newest entry to the oldest."""
+    """Return b ``[heads, entries, tokens]``, from the newest entry to the oldest.
+
+    ``products``: of keys, in shared memory; ``with_queries [entries, tokens]``.
+    """
     matrix: gl.constexpr = gl.SliceLayout(0, LANES)
     line: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LANES))
     entry = gl.arange(0, ENTRIES, gl.SliceLayout(1, matrix))
     acts = acts_on(entry, ancestors, row, T, TOKENS, TREE, matrix)[None, :, :]
-    b = strength[:, :, None] * gl.where(acts, with_queries.load(matrix)[None, :, :], 0.0)
+    b = strength[:, :, None] * gl.where(acts, with_queries[None, :, :], 0.0)
     rows = products._reinterpret(F32, [ENTRIES, ENTRIES], LINE)
     at = BLOCK + length - 1
     keys = rows.index(at).load(line)
@@ -182,8 +193,8 @@ def coefficients(products, with_queries, strength, gates, past, length, due, anc
     ``FOLD_PARTS``: bf16 parts of a coefficient of the fold, 0 where nothing folds.
     """
     PER: gl.constexpr = strength.shape[0]
-    b = _substitute(products, with_queries, strength, past, length, ancestors, row,
-                    T, TOKENS, TREE, LANES)  # fmt: skip
+    b = substitute(products, with_queries.load(gl.SliceLayout(0, LANES)), strength, past, length,
+                   ancestors, row, T, TOKENS, TREE, LANES)  # fmt: skip
     decay = decay_of(gates)
     behind = decays_on_paths(decay, ancestors, row, T, TOKENS, TREE, LANES)
     whole = of_entry(behind * decay[:, :, None], 0)

@@ -114,7 +114,7 @@ def keys_of(k, tokens, live, k_token, eps, NORM: tl.constexpr, KIND: tl.constexp
 
 @triton.jit
 def chain_kernel(
-    plan, ancestors, q, k, v, g, w, rates, biases, skips,
+    listed, plan, ancestors, q, k, v, g, w, rates, biases, skips,
     ring_k, ring_v, ring_g, ring_w, coef, scale, x_out,
     rows, q_row, q_token, k_row, k_token, v_row, v_token, g_row, g_token, w_row, w_token,
     k_slot, v_slot, g_slot, w_slot, q_scale, w_low, w_high, eps,
@@ -122,17 +122,22 @@ def chain_kernel(
     R: tl.constexpr, NE: tl.constexpr, WINDOW: tl.constexpr, KEEP: tl.constexpr,
     TILES: tl.constexpr, GATES: tl.constexpr, SKIP: tl.constexpr, NORM: tl.constexpr,
     DELTA: tl.constexpr, CHANNEL: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
-    BL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LISTED: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Any write and decay: entry by entry, newest first.
 
     The lines of a program are the value heads of a key head with all their tokens; with decays of
-    channels they are the tokens of one value head.
+    channels they are the tokens of one value head. ``LISTED``: of the rows that are ``listed``,
+    their number and then each, and not of all.
     """
     row = tl.program_id(0).to(tl.int64)
     per: tl.constexpr = 1 if CHANNEL else HV // H
     if EARLY:
         gdc_launch_dependents()
+    if LISTED:
+        if row >= tl.load(listed):
+            return
+        row = tl.load(listed + 1 + row).to(tl.int64)
     line = tl.arange(0, BL)
     kk, t = tl.arange(0, BK), line % T
     head, k_live = tl.program_id(1) * per + line // T, kk < K

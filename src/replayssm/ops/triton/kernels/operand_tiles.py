@@ -1,4 +1,4 @@
-"""The large part of one pass for additive writes: a head's 64 value rows, asked for and read.
+"""Tiles of 64 value rows that are read where they lie: asked for, and operands of products.
 
 Nothing that is only read passes through a register: tiles and values are operands of the tensor
 cores where they are in shared memory. Copies come by the generic way and those operands are read by
@@ -46,11 +46,12 @@ def ask_plane(buffer, source):
 
 
 @gluon.jit
-def source_of(high, v, v_token, ring_v, start, past, length, V: gl.constexpr, R: gl.constexpr):
+def source_of(high, v, v_token, ring_v, start, past, length, own, V: gl.constexpr,
+              R: gl.constexpr):  # fmt: skip
     """Return what :func:`ask` takes.
 
     That is the plane; where the values of entries start, how far the next head's are, and which are
-    live.
+    live; how many tiles there are.
     """
     entry = gl.arange(0, ENTRIES, VALUE_ROWS)
     in_block = entry - BLOCK
@@ -59,16 +60,18 @@ def source_of(high, v, v_token, ring_v, start, past, length, V: gl.constexpr, R:
         gl.where(in_block >= 0, v + in_block * v_token, ring_v + in_ring(start + entry, R) * V),
         gl.where(in_block >= 0, V, R * V),
         gl.where(in_block >= 0, in_block < length, entry < past),
+        own,
     )  # fmt: skip
 
 
 @gluon.jit
-def ask(tile, plane_buffer, value_buffer, source):
+def ask(tile, plane_buffer, value_buffer, source, V: gl.constexpr):
     """Ask for a tile of the plane that is read and its values; close the group of copies."""
-    high, values, step, live = source
-    value = gl.arange(0, value_buffer.shape[1], VALUE_COLUMNS)[None, :]
-    ask_plane(plane_buffer, high + tile * (ROWS * plane_buffer.shape[1]))
-    copy(value_buffer, (values + tile * step)[:, None] + value, live[:, None])
+    high, values, step, live, own = source
+    if tile < own:
+        value = tile % (V // ROWS) * ROWS + gl.arange(0, ROWS, VALUE_COLUMNS)[None, :]
+        ask_plane(plane_buffer, high + tile * (ROWS * plane_buffer.shape[1]))
+        copy(value_buffer, (values + tile // (V // ROWS) * step)[:, None] + value, live[:, None])
     commit_group()
 
 
@@ -123,46 +126,48 @@ def _write_outputs(y, out_at, z_at, tokens, length, T: gl.constexpr, HAS_Z: gl.c
 
 
 @gluon.jit
-def tile_outputs(i, tile, values, reading, place_of, T: gl.constexpr, R: gl.constexpr,
-                 FORMAT: gl.constexpr, HAS_Z: gl.constexpr):  # fmt: skip
-    """Write a head's outputs and append its block's values.
+def tile_outputs(i, tile, values, reading, place_of, T: gl.constexpr, V: gl.constexpr,
+                 R: gl.constexpr, FORMAT: gl.constexpr, HAS_Z: gl.constexpr):  # fmt: skip
+    """Write the outputs of tile ``i`` of a program's heads and append its block's values.
 
     ``place_of``: where outputs and their gates are, of which tokens, how many there are; the ring
     of values and, less than two rings on, where the first token's is.
     """
     coef, vectors, factors, row_scales = reading
     out_at, z_at, tokens, length, ring_v, first = place_of
-    V: gl.constexpr = values.shape[1]
-    token = gl.arange(0, 8, VALUE_ROWS)
-    append_at = in_ring(first + token, R)[:, None] * V + gl.arange(0, V, VALUE_COLUMNS)[None, :]
+    head = i // (V // ROWS)
+    token, value = gl.arange(0, 8, VALUE_ROWS), gl.arange(0, ROWS, VALUE_COLUMNS)
+    append_at = in_ring(first + token, R)[:, None] * V + value[None, :]
     if FORMAT != "bf16":
-        vectors, row_scales = vectors.index(i), row_scales.index(i)
-    y = _read_tile(tile, values, coef.index(i), vectors, factors.index(i), row_scales, FORMAT)
-    gl.store(ring_v + i * (R * V) + append_at, values.slice(BLOCK, 8, 0).load(VALUES),
-             (token < length)[:, None])  # fmt: skip
-    _write_outputs(y, out_at + i * V, z_at + i * V, tokens, length, T, HAS_Z)
+        vectors, row_scales = vectors.index(head), row_scales.index(i)
+    y = _read_tile(tile, values, coef.index(head), vectors, factors.index(head), row_scales,
+                   FORMAT)  # fmt: skip
+    gl.store(ring_v + (head * (R * V) + i % (V // ROWS) * ROWS) + append_at,
+             values.slice(BLOCK, 8, 0).load(VALUES), (token < length)[:, None])  # fmt: skip
+    _write_outputs(y, out_at + i * ROWS, z_at + i * ROWS, tokens, length, T, HAS_Z)
 
 
 @gluon.jit
-def read_row(buffers, source, reading, place_of, T: gl.constexpr, R: gl.constexpr,
-             FORMAT: gl.constexpr, HAS_Z: gl.constexpr, HEADS: gl.constexpr,
+def read_row(buffers, source, reading, place_of, T: gl.constexpr, V: gl.constexpr,
+             R: gl.constexpr, FORMAT: gl.constexpr, HAS_Z: gl.constexpr, TILES: gl.constexpr,
              BUFFERS: gl.constexpr):  # fmt: skip
-    """Read the heads of a row that folds nothing; unrolled, so that addresses are constants."""
-    for i in gl.static_range(HEADS):
-        arrived(min(BUFFERS + max(i - 1, 0), HEADS) - 1 - i)
-        if i >= 1 and i - 1 + BUFFERS < HEADS:
+    """Read the tiles of a row that folds nothing; unrolled, so that addresses are constants."""
+    for i in gl.static_range(TILES):
+        arrived(min(BUFFERS + max(i - 1, 0), TILES) - 1 - i)
+        if i >= 1 and i - 1 + BUFFERS < TILES:
             ask(i - 1 + BUFFERS, buffers[0].index((i - 1) % BUFFERS),
-                buffers[1].index((i - 1) % BUFFERS), source)  # fmt: skip
-        tile_outputs(i, buffers[0].index(i % BUFFERS), buffers[1].index(i % BUFFERS), reading,
-                     place_of, T, R, FORMAT, HAS_Z)  # fmt: skip
+                buffers[1].index((i - 1) % BUFFERS), source, V)  # fmt: skip
+        if i < source[4]:
+            tile_outputs(i, buffers[0].index(i % BUFFERS), buffers[1].index(i % BUFFERS), reading,
+                         place_of, T, V, R, FORMAT, HAS_Z)  # fmt: skip
 
 
 @gluon.jit
-def write_nothing(out, out_token, T: gl.constexpr, V: gl.constexpr, HEADS: gl.constexpr):
-    """Write zeros: the outputs of a pad row's heads."""
+def write_nothing(out, out_token, own, T: gl.constexpr, TILES: gl.constexpr):
+    """Write zeros: the outputs of a pad row's tiles."""
     OUT: gl.constexpr = OUT4 if T <= 4 else OUT8
     tokens = gl.arange(0, 4 if T <= 4 else 8, gl.SliceLayout(0, OUT))[None, :]
     out_at = out + tokens * out_token + gl.arange(0, ROWS, gl.SliceLayout(1, OUT))[:, None]
-    for i in gl.static_range(HEADS):
+    for i in gl.static_range(TILES):
         nothing = gl.zeros([ROWS, tokens.shape[1]], out.dtype.element_ty, OUT)
-        gl.store(out_at + i * V, nothing, tokens < T)
+        gl.store(out_at + i * ROWS, nothing, (tokens < T) & (i < own))
