@@ -379,8 +379,12 @@ def test_a_read_that_pulls_back_by_itself_is_within_the_budget(
         pytest.skip("written for Hopper and Triton 3.6")
     # rows that fold beside those that do not: what the table has for many
     driven = replace(case, launch=Launch(64, 64, 16, fold_programs=4))
-    with patch.object(pull_and_read, "LEAST_ROWS", 1):
+    with (
+        patch.object(pull_and_read, "LEAST_ROWS", 1),
+        patch.object(pull_and_read, "read_call", wraps=pull_and_read.read_call) as made,
+    ):
         assert max(worst_excess(driven, device, steps=2 * case.window)) <= 1
+    assert made.call_count == 2 * case.window
 
 
 @pytest.mark.parametrize("at", ODD.values(), ids=lambda at: f"{at.write}-{at.decay}")

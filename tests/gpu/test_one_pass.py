@@ -246,6 +246,20 @@ def test_what_the_kernel_cannot_fold_is_not_folded_here() -> None:
         assert not serves(spec(**other))
 
 
+def test_gates_of_16_bits_are_copied_two_at_a_time() -> None:
+    pytest.importorskip("triton")
+    from replayssm.ops.triton.additive_pass import can_copy_gates
+
+    gates = torch.zeros(2, 1, 80)
+    assert can_copy_gates(gates, 5)
+    assert can_copy_gates(gates[:, :, 1:], 4)
+    assert not can_copy_gates(gates[:, :, ::2], 4)
+    assert can_copy_gates(gates.bfloat16(), 14)
+    # an odd first head of a key head would be half a copy
+    assert not can_copy_gates(gates.bfloat16(), 5)
+    assert not can_copy_gates(gates.bfloat16()[:, :, 1:], 4)
+
+
 def test_what_cannot_pull_back_beside_its_read_is_not_served() -> None:
     pytest.importorskip("triton")
     from replayssm.ops.triton import one_pass, pull_and_read
@@ -254,7 +268,7 @@ def test_what_cannot_pull_back_beside_its_read_is_not_served() -> None:
         at = {"write": Write.DELTA, "decay": Decay.SCALAR, "key_heads": 2, "value_heads": 8,
               "key_dim": 128, "value_dim": 128} | other  # fmt: skip
         spec = StorageSpec(LayerSpec(**at), Format(fmt), ring, torch.bfloat16)
-        return pull_and_read.serves(spec, torch.device("cuda"))
+        return pull_and_read.serves.__wrapped__(spec, torch.device("cuda"))
 
     with patch.object(one_pass, "is_hopper", return_value=True):
         assert serves()

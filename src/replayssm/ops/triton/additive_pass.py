@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 KEY_DIM, VALUE_DIM, LEAST_HEADS = 128, 64, 4
 MOST_WINDOW, MOST_PAST, MOST_TOKENS = 16, 24, 8
 ALIGNED = 16
-"""Elements that rows of a block start at multiples of, so that they are copied 4 bytes or more."""
+"""Elements that tokens of a block start at multiples of."""
 FEW_ROWS = 32
 """Rows of one token below which the kernel of a whole step reads those that fold nothing: programs
 of one pass need more before their first tile than such a step takes (1 to 16 rows)."""
@@ -81,20 +81,30 @@ def serves(spec: StorageSpec) -> bool:
 
 def reads(plan: DevicePlan, block: Block, out: Tensor, fused: Fused, spec: StorageSpec) -> bool:
     """Whether the kernels can read a block, not only fold before it."""
-    vectors, gates = (block.q, block.k, block.v, out), [block.g]
-    if fused.gates == "none":
-        gates.append(block.w)
+    vectors = (block.q, block.k, block.v, out)
+    gates = (block.g, block.w) if fused.gates == "none" else (block.g,)
     return (
         block.tokens <= MOST_TOKENS
         and (spec.format is Format.BF16 or plan.depth == ReadDepth.HIGH.value)
         and fused.gates in ("none", "dt")
         and not fused.norm
         and all(x.dtype is torch.bfloat16 for x in vectors)
-        and all(x.stride(2) == 1 for x in gates)
-        # a copy takes four bytes at least: two gates of 16 bits side by side, one of 32 anywhere
-        and all(n % ALIGNED == 0 for x in (*vectors, *(x for x in gates if x.itemsize < 4))
-                for n in (*x.stride()[:2], x.data_ptr()))
-    )  # fmt: skip
+        and all(can_copy_gates(x, spec.layer.heads_per_key) for x in gates)
+        and all(is_aligned(x) for x in vectors)
+    )
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether tokens of a block start where 16 bytes a lane can be copied from."""
+    return all(n % ALIGNED == 0 for n in (*x.stride()[:2], x.data_ptr()))
+
+
+def can_copy_gates(x: Tensor, heads: int) -> bool:
+    """Whether gates of ``heads`` heads a key head can be copied: four bytes at a time at least.
+
+    That is one gate of 32 bits anywhere, but two of 16 bits side by side.
+    """
+    return x.stride(2) == 1 and (x.itemsize >= 4 or (heads % 2 == 0 and is_aligned(x)))
 
 
 def choose(spec: StorageSpec, rows: int) -> tuple[Sizes, Sizes]:

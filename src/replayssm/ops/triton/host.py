@@ -89,11 +89,14 @@ def _run_beside(aside: list[Call], call: Call, device: torch.device) -> None:
     """Run launches on two streams, those aside in their order; a graph captures them all."""
     main, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(main)
-    with torch.cuda.stream(side):
-        for other in aside:
-            other.run()
-    call.run()
-    main.wait_stream(side)
+    try:
+        with torch.cuda.stream(side):
+            for other in aside:
+                other.run()
+        call.run()
+    finally:
+        # memory of what runs aside goes back to the main stream's, whatever was raised
+        main.wait_stream(side)
 
 
 @cache
@@ -147,12 +150,15 @@ def pull_and_read_calls(
 ) -> list[Call]:
     """Return the launches of a step whose read pulls back by itself: rows that fold, the others.
 
-    None at all if the kernel cannot read the block, or if there are few rows.
+    None at all if the kernel cannot read the block, if there are few rows, or if rows that fold
+    have no programs of their own.
     """
     if not pull_and_read.serves(store.spec, out.device):
         return []
+    if not pull_and_read.reads(store, plan, block, out, fused):
+        return []
     how = launch or choose_launch(store.spec, plan.rows, block.tokens, out.device)
-    if not how.fold_programs or not pull_and_read.reads(store, plan, block, out, fused):
+    if not how.fold_programs:
         return []
     pulled, due, _ = step_calls(store, plan, block, out, fused, how, listed=True)
     return [pulled, due, pull_and_read.read_call(store, plan, block, out, fused)]

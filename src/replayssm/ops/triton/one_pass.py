@@ -1,8 +1,9 @@
 """Launches of Gated DeltaNet's one pass over the state, on Hopper.
 
-Its fold rounds otherwise than the one of :mod:`.host`, and a checkpoint is a function of the tokens
-alone. So what a store is decides whether it is folded here, and then it always is: a block that the
-kernel cannot read (more than eight tokens, 32-bit inputs) is folded here first and read there.
+Its fold rounds otherwise than the one of :mod:`.pulled_back`, and a checkpoint is a function of the
+tokens alone. So what a store is decides whether it is folded here, and then it always is: a block
+that the kernel cannot read (more than eight tokens, 32-bit inputs) is folded here first and read
+there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ PARTS = {
 }
 """Rows times key heads up to which programs share a key head, and how many: to fill the chip."""
 ALIGNED = 16
-"""Elements that rows of a block start at multiples of, so that they are copied 16 bytes a lane."""
+"""Bytes that the first slot, and elements that others, start at multiples of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def serves(spec: StorageSpec) -> bool:
 def check_strides(store: LayerStore) -> None:
     """Refuse slots that do not start where 16 bytes a lane can be copied from."""
     for name, x in _copied(store):
-        if x.stride(0) % ALIGNED or x.data_ptr() % ALIGNED:
+        if not _has_aligned_slots(x):
             raise UnsupportedError(
                 f"{name}: the first slot must start at a multiple of {ALIGNED} bytes and others at "
                 f"multiples of {ALIGNED} elements, not at {x.data_ptr()} and {x.stride(0)} apart; "
@@ -127,7 +128,11 @@ def check_strides(store: LayerStore) -> None:
 
 def is_aligned(store: LayerStore) -> bool:
     """Whether slots start where 16 bytes a lane can be copied from."""
-    return all(x.stride(0) % ALIGNED == 0 == x.data_ptr() % ALIGNED for _, x in _copied(store))
+    return all(_has_aligned_slots(x) for _, x in _copied(store))
+
+
+def _has_aligned_slots(x: Tensor) -> bool:
+    return x.stride(0) % ALIGNED == 0 and x.data_ptr() % ALIGNED == 0
 
 
 def _copied(store: LayerStore) -> list[tuple[str, Tensor]]:
@@ -146,7 +151,7 @@ def reads(block: Block, out: Tensor, fused: Fused) -> bool:
         # columns of no token are 0, and divided by their norm they have to stay 0
         and (fused.norm_eps > 0 or not fused.norm)
         and all(x.dtype is torch.bfloat16 for x in vectors)
-        and all(n % ALIGNED == 0 for x in vectors for n in (*x.stride()[:2], x.data_ptr()))
+        and all(additive_pass.is_aligned(x) for x in vectors)
     )
 
 

@@ -6,10 +6,11 @@ no checkpoint, so blocks that it cannot read, and few rows, take the other launc
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from replayssm.ops.triton import one_pass
-from replayssm.ops.triton.additive_pass import holds
+from replayssm.ops.triton.additive_pass import can_copy_gates, holds
 from replayssm.ops.triton.call import Call, Fused, power_of_two, present, strides
 from replayssm.types import Decay, Format, ReadDepth, Write
 
@@ -25,10 +26,9 @@ MOST_HEADS, BUFFERS = 4, 3
 """Value heads of a program, and tiles of a state that it has in flight."""
 LEAST_ROWS = 256
 """Rows from which on it was measured to be faster than the pull-back of all rows."""
-ALIGNED = 16
-"""Elements that rows of a block start at multiples of, so that they are copied 4 bytes or more."""
 
 
+@cache
 def serves(spec: StorageSpec, device: torch.device) -> bool:
     """Whether the kernel is written for a layer stored as ``spec``, and for ``device``."""
     at = spec.layer
@@ -38,7 +38,6 @@ def serves(spec: StorageSpec, device: torch.device) -> bool:
         and spec.format in (Format.Q24, Format.Q16)
         and at.key_dim == one_pass.KEY_DIM
         and at.value_dim in (64, 128, 256)
-        # a copy of 16-bit gates takes two at least
         and at.heads_per_key > 1
         and at.heads_per_key == power_of_two(at.heads_per_key)
         and holds(spec)
@@ -47,13 +46,12 @@ def serves(spec: StorageSpec, device: torch.device) -> bool:
 
 def reads(store: LayerStore, plan: DevicePlan, block: Block, out: Tensor, fused: Fused) -> bool:
     """Whether the kernel can read a block, of as many rows as it is worth."""
-    gates = [x for x in (block.g, block.w) if x.itemsize < 4]
+    heads = store.spec.layer.heads_per_key
     return (
         plan.rows >= LEAST_ROWS
         and plan.depth == ReadDepth.HIGH.value
         and one_pass.reads(block, out, fused)
-        and all(x.stride(2) == 1 for x in (block.g, block.w))
-        and all(n % ALIGNED == 0 for x in gates for n in (*x.stride()[:2], x.data_ptr()))
+        and all(can_copy_gates(x, heads) for x in (block.g, block.w))
         and one_pass.is_aligned(store)
     )
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from replayssm.ops.triton import one_pass
+from replayssm.ops.triton import one_pass, pull_and_read
 from replayssm.ops.triton.call import power_of_two
 from replayssm.ops.triton.launch import (
     Launch,
@@ -53,6 +53,8 @@ ALTERNATIVES: dict[str, tuple[int, ...]] = {
     "early_read": (False, True),
     "whole": (False, True),
 }
+READ_SIZES = ("chunk", "read_rows", "full_rows", "warps", "early_read", "whole")
+"""Those that mean nothing where a read pulls back by itself; full reads keep what they had."""
 STANDARD_ROWS, STANDARD_WARPS = (4, 8, 16, 32, 64), (1, 2, 4)
 TOLERANCE = 2e-2
 """Relative difference of outputs up to which two launches compute the same: rounding only."""
@@ -173,6 +175,9 @@ def tune_replay(
     work = Replayed(point.spec, point.rows, point.tokens, point.depth, device)
     start = choose_launch(point.spec, point.rows, point.tokens, device)
     names = [x.name for x in fields(Launch) if x.name in ALTERNATIVES]
+    is_many = point.rows >= pull_and_read.LEAST_ROWS and point.depth is ReadDepth.HIGH
+    if is_many and pull_and_read.serves(point.spec, device):
+        names = [name for name in names if name not in READ_SIZES]
     names.sort(key=list(ALTERNATIVES).index)
     changes = [partial(_with, name=name, spec=point.spec) for name in names]
     return _descend(work, start, changes, device, passes, log)

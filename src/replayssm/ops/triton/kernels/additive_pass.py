@@ -187,7 +187,7 @@ def _serve(
     gates, strength = old[0].load(heads), old[1].load(heads)
     if T > 0:
         g_new, w_new, gates, strength = new_gates(raw, old, rates, biases, head, is_own,
-                                                   is_new, w_low, w_high, GATES, heads)  # fmt: skip
+                                                  is_new, w_low, w_high, GATES, heads)  # fmt: skip
         gl.store(ring_g + at_gate, g_new, is_new)
         gl.store(ring_w + at_gate, w_new, is_new)
         new_keys = keys.slice(BLOCK, 8, 0).load(KEYS)
@@ -210,7 +210,7 @@ def _serve(
         decay = decay_of(gates)
         behind = decays_behind(decay, entry, ancestors, row, T, MADE, TREE, lanes)
         whole = gl.max(of_entry(behind * decay[:, :, None], 0), 1) * q_scale
-        products, is_own = products_of(keys, block[1], ancestors, row, T, MADE, TREE, lanes)
+        products, is_itself = products_of(keys, block[1], ancestors, row, T, MADE, TREE, lanes)
         factors = gl.allocate_shared_memory(F32, [HEADS, TOKENS], TABLE)
         factors.store(whole.broadcast_to((HEADS, TOKENS)))
         vectors, by_row = block[1], factors
@@ -219,7 +219,7 @@ def _serve(
         coef = gl.allocate_shared_memory(BF16, [HEADS, N, ENTRIES], COEF)
         c = strength[:, :, None] * behind * (products * q_scale)[None, :, :]
         if SKIP:
-            c += gl.where(is_own[None, :, :], skip[:, :, None], 0.0)
+            c += gl.where(is_itself[None, :, :], skip[:, :, None], 0.0)
         put_coefficients(coef, c)
         fence_async_shared()
         reading = (coef, vectors, factors._reinterpret(F32, [HEADS, TOKENS], LINE), by_row)
@@ -252,7 +252,7 @@ def additive_read_kernel(
     row = row.to(gl.int64)
     place = place_of_row(plan, rows, row, T, WINDOW, KEEP)
     block = ask_inputs(q, k, row, part // PARTS, q_row, q_token, k_row, k_token,
-                        T, K, FORMAT != "bf16")  # fmt: skip
+                       T, K, FORMAT != "bf16")  # fmt: skip
     if (place[0] >= 0) & (place[3] == 0):
         _serve(
             place, row, part, block, (ancestors, v, g, w, rates, biases, skips, z, out),
@@ -291,7 +291,7 @@ def additive_due_kernel(
         row = gl.load(listed + 1 + item).to(gl.int64)
         place = place_of_row(plan, rows, row, T, WINDOW, KEEP)
         block = ask_inputs(q, k, row, part // PARTS, q_row, q_token, k_row, k_token,
-                            T, K, FORMAT != "bf16")  # fmt: skip
+                           T, K, FORMAT != "bf16")  # fmt: skip
         _serve(
             place, row, part, block, (ancestors, v, g, w, rates, biases, skips, z, out),
             (high, low, scales, columns), (ring_k, ring_v, ring_g, ring_w),

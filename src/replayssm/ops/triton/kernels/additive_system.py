@@ -127,8 +127,8 @@ def put_coefficients(coef, x):
 def put_digits(digits, factors, columns, query):
     """Cut every head's column scales times the queries into two signed digits, as they are stored.
 
-    ``query``: ``[1, tokens, K]`` fp32, or a single token's for all. ``factors`` ``[heads, tokens]``
-    take what one unit is worth.
+    ``query``: fp32, ``[1, tokens, K]`` of all heads, or of each of up to four; or a single token's.
+    ``factors`` ``[heads, tokens]`` take what one unit is worth.
     """
     layout: gl.constexpr = query.type.layout
     HEADS: gl.constexpr = factors.shape[0]

@@ -25,7 +25,7 @@ from replayssm.ops.triton.kernels.operand_tiles import KEY_COLUMNS, KEY_ROWS
 
 @gluon.jit
 def ask_inputs(q, k, row, h, q_row, q_token, k_row, k_token, T: gl.constexpr, K: gl.constexpr,
-                SCALED: gl.constexpr):  # fmt: skip
+               SCALED: gl.constexpr):  # fmt: skip
     """Ask for a block's keys and queries, which need no plan; return where they will be.
 
     Keys are behind those of the ring, ``[entries, K]``. Columns of queries are as products take
@@ -78,7 +78,7 @@ def ask_scales(scales, columns, own, V: gl.constexpr, K: gl.constexpr, HEADS: gl
 
 @gluon.jit
 def new_gates(raw, old, rates, biases, head, is_own, is_new, w_low, w_high,
-               GATES: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+              GATES: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """Return the log-decays and strengths of the block's tokens, and those of all entries."""
     raw_g = gl.where(is_new, raw[0].permute((1, 0)).load(LAYOUT).to(F32), 0.0)
     raw_w, rate, bias = raw_g, raw_g, raw_g

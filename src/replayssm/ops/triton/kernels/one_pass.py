@@ -65,15 +65,9 @@ from replayssm.ops.triton.kernels.one_pass_system import (
     key_products,
 )
 from replayssm.ops.triton.kernels.one_pass_tiles import (
-    KEY_COLUMNS,
-    KEY_ROWS,
     LEFT,
-    ROWS,
     TILE,
     TILE_COLUMNS,
-    VALUE_COLUMNS,
-    VALUE_ROWS,
-    VALUES,
     add_two,
     ask,
     fold_bf16,
@@ -81,10 +75,16 @@ from replayssm.ops.triton.kernels.one_pass_tiles import (
     tile_as_read,
     times_keys_and_queries,
 )
+from replayssm.ops.triton.kernels.operand_tiles import (
+    KEY_COLUMNS,
+    KEY_ROWS,
+    OUT4,
+    ROWS,
+    VALUE_COLUMNS,
+    VALUE_ROWS,
+    VALUES,
+)
 
-FOUR_TOKENS = gl.constexpr(gl.DistributedLinearLayout(
-    [[8, 0]], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 4]
-))  # fmt: skip
 SWIZZLED_F32 = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 
 
@@ -142,7 +142,7 @@ def _output(y, product, product_new, values, values_new, read, head, factors,
     y = add_two(y, read_v, read_p, head, values, product, 0, 8)
     y = add_two(y, read_v, read_p, head, values_new, product_new, 16, 8)
     if TOKENS == 4:
-        y = gl.convert_layout(gl.sum(gl.reshape(y, (ROWS, 4, 2)), 2), FOUR_TOKENS)
+        y = gl.convert_layout(gl.sum(gl.reshape(y, (ROWS, 4, 2)), 2), OUT4)
     return y
 
 
@@ -157,7 +157,7 @@ def _take_tiles(
     WIDE: gl.constexpr = len(planes) == 2 or planes[0].dtype.element_ty == F32
     K: gl.constexpr = keys.shape[1]
     read, fold, factors = coefs
-    out_layout: gl.constexpr = TILE if TOKENS == 8 else FOUR_TOKENS
+    out_layout: gl.constexpr = TILE if TOKENS == 8 else OUT4
     out_rows = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))[:, None]
     out_tokens = gl.arange(0, TOKENS, gl.SliceLayout(0, out_layout))[None, :]
     out_at = out + out_tokens * out_token + out_rows

@@ -16,17 +16,19 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from replayssm.ops.triton.kernels.common import cut_bf16
 from replayssm.ops.triton.kernels.hopper import WARPS, as_operands, halves, parts_of
 from replayssm.ops.triton.kernels.one_pass_system import BF16, ENTRIES, F32, FOLDED
+from replayssm.ops.triton.kernels.operand_tiles import (
+    KEY_COLUMNS,
+    KEY_ROWS,
+    KEYS,
+    ROWS,
+    VALUE_COLUMNS,
+)
 
-ROWS = gl.constexpr(64)  # value rows of a tile
 HALF = gl.constexpr(64)  # key columns that a fold holds in registers at a time
 CUT = gl.constexpr(32)  # key columns whose products a tensor core adds up by itself
 
-# registers: 16-byte pieces of rows of K and of tiles of values, products, operands of products
-KEYS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0]))
-KEY_ROWS, KEY_COLUMNS = (gl.constexpr(gl.SliceLayout(i, KEYS)) for i in (1, 0))
+# registers: 16-byte pieces of rows of fp32, products, operands of products
 KEYS_F32 = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0]))
-VALUES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0]))
-VALUE_ROWS, VALUE_COLUMNS = (gl.constexpr(gl.SliceLayout(i, VALUES)) for i in (1, 0))
 TILE = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8]))
 TILE_ROWS, TILE_COLUMNS = (gl.constexpr(gl.SliceLayout(i, TILE)) for i in (1, 0))
 LEFT, RIGHT = (gl.constexpr(gl.DotOperandLayout(i, TILE, 2)) for i in (0, 1))
