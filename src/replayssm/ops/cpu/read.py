@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llvmlite.binding import get_host_cpu_name
-
 from replayssm.ops.cpu.common import (
     FMT_BF16,
     FMT_F32,
@@ -21,6 +19,7 @@ from replayssm.ops.cpu.common import (
 )
 from replayssm.ops.cpu.layout import BlockAt, Geometry, HeadAt, Scratch, StandardAt
 from replayssm.ops.cpu.vector import (
+    IS_ZEN,
     LANES,
     VECTOR,
     Vec,
@@ -51,11 +50,10 @@ ROWS_AHEAD = 16
 PART = 8 * LANES
 # bytes of an element of an fp32 plane
 FP32 = 4
-# the prefetchers of Zen keep up with fp32 rows by themselves; beside fetches they take half as long
-# again. Kernels are cached by processor, so this is no constant of another machine's
-FETCHES_FP32 = not get_host_cpu_name().startswith("znver")
-# bytes between what is read in the order of memory and what is fetched, by bytes of an element
-AHEAD = (0, 2048, 4096, 0, 2048) if FETCHES_FP32 else (0, 1024, 2048, 0, 0)
+# bytes between what is read in the order of memory and what is fetched, by bytes of an element: the
+# prefetchers of Zen keep up with fp32 rows by themselves, and beside fetches they take half as long
+# again
+AHEAD = (0, 16384, 16384, 0, 0) if IS_ZEN else (0, 2048, 4096, 0, 2048)
 
 
 @inlined

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from replayssm.ops.cpu.common import IS_BF16, IS_F16, IS_F32, load_as, store_as
 from replayssm.ops.cpu.layout import StandardAt
-from replayssm.ops.cpu.read import FETCHES_FP32, PART, fetch_bytes, load_eight
+from replayssm.ops.cpu.read import PART, fetch_bytes, load_eight
 from replayssm.ops.cpu.vector import (
+    IS_ZEN,
     LANES,
     Vec,
     device,
@@ -44,7 +45,7 @@ AHEAD = 4096
 @inlined
 def fetch_ahead(address: int, nbytes: int) -> None:
     """Fetch what will be rewritten a little later."""
-    if FETCHES_FP32:
+    if not IS_ZEN:
         fetch_bytes(address + AHEAD, nbytes)
 
 
