@@ -1,4 +1,4 @@
-"""Time a step in one pass over the state and the same step with a pull-back, in turns.
+"""Time a step in one pass, or with a read that pulls back, and one with a pull-back, in turns.
 
     python benchmarks/one_pass.py --json benchmarks/results/one-pass-h200.json
 
