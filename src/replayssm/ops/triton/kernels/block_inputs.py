@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
 )
 
 from replayssm.ops.triton.kernels.common import gate
+from replayssm.ops.triton.kernels.hopper import in_ring
 from replayssm.ops.triton.kernels.one_pass_system import (
     BF16,
     BLOCK,
@@ -48,6 +49,35 @@ def ask_inputs(q, k, row, h, q_row, q_token, k_row, k_token, T: gl.constexpr, K:
             copy(plain, q + token * q_token + column, token < T)
         block = (keys, queries, plain)
     return block
+
+
+@gluon.jit
+def ask_keys(keys, ring_k, start, past, R: gl.constexpr):
+    """Ask for the ring's keys; 0 stands where no entry is live."""
+    K: gl.constexpr = keys.shape[1]
+    column, token = gl.arange(0, K, KEY_COLUMNS)[None, :], gl.arange(0, 8, KEY_ROWS)
+    for first in gl.static_range(0, BLOCK, 8):
+        key = first + token
+        key_at = ring_k + in_ring(start + key, R)[:, None] * K + column
+        copy(keys.slice(first, 8, 0), key_at, (key < past)[:, None])
+
+
+@gluon.jit
+def ask_gates(ring_g, ring_w, head, is_own, entry, start, past, length, R: gl.constexpr):
+    """Ask for the ring's log-decays and strengths ``[heads, entries]``.
+
+    Return where they will be; where all entries' are in the ring, and which are the block's.
+    """
+    HEADS: gl.constexpr = head.shape[0]
+    at_gate = head * R + in_ring(
+        start + gl.where(entry < BLOCK, entry, entry - BLOCK + past), R)[None, :]  # fmt: skip
+    is_new = ((entry >= BLOCK) & (entry < BLOCK + length))[None, :] & is_own
+    is_old = (entry < past)[None, :] & is_own
+    old = (gl.allocate_shared_memory(F32, [HEADS, ENTRIES], TABLE),
+           gl.allocate_shared_memory(F32, [HEADS, ENTRIES], TABLE))  # fmt: skip
+    copy(old[0], ring_g + at_gate, is_old)
+    copy(old[1], ring_w + at_gate, is_old)
+    return old, at_gate, is_new
 
 
 @gluon.jit

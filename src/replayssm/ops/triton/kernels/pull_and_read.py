@@ -20,9 +20,6 @@ which things are asked for are those of that module.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.ampere.async_copy import (
-    async_copy_global_to_shared as copy,
-)
 from triton.experimental.gluon.language.nvidia.ampere.async_copy import commit_group, wait_group
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
@@ -35,7 +32,9 @@ from replayssm.ops.triton.kernels.additive_system import (
     put_digits,
 )
 from replayssm.ops.triton.kernels.block_inputs import (
+    ask_gates,
     ask_inputs,
+    ask_keys,
     ask_raw,
     ask_scales,
     new_gates,
@@ -159,25 +158,15 @@ def _serve(
     # the ring's keys, scales and all gates
     keys = block[0]
     column, token = gl.arange(0, K, KEY_COLUMNS)[None, :], gl.arange(0, 8, KEY_ROWS)
-    for first in gl.static_range(0, BLOCK, 8):
-        key = first + token
-        key_at = ring_k + in_ring(start + key, R)[:, None] * K + column
-        copy(keys.slice(first, 8, 0), key_at, (key < past)[:, None])
+    ask_keys(keys, ring_k, start, past, R)
     column_scales, row_scales = ask_scales(
         scales + slot * slots[1] + head0 * V, columns + slot * slots[2] + head0 * K, HEADS, V, K,
         HEADS,
     )  # fmt: skip
     head = head0 + gl.arange(0, HEADS, gl.SliceLayout(1, heads))[:, None]
     entry = gl.arange(0, ENTRIES, gl.SliceLayout(0, heads))
-    at_gate = head * R + in_ring(
-        start + gl.where(entry < BLOCK, entry, entry - BLOCK + past), R)[None, :]  # fmt: skip
     is_own = head >= 0
-    is_new = ((entry >= BLOCK) & (entry < BLOCK + length))[None, :] & is_own
-    is_old = (entry < past)[None, :] & is_own
-    old = (gl.allocate_shared_memory(F32, [HEADS, ENTRIES], TABLE),
-           gl.allocate_shared_memory(F32, [HEADS, ENTRIES], TABLE))  # fmt: skip
-    copy(old[0], ring_g + at_gate, is_old)
-    copy(old[1], ring_w + at_gate, is_old)
+    old, at_gate, is_new = ask_gates(ring_g, ring_w, head, is_own, entry, start, past, length, R)
     raw = (ask_raw(g, row, g_row, g_token, head0, HEADS, T, HEADS),
            ask_raw(w, row, w_row, w_token, head0, HEADS, T, HEADS))  # fmt: skip
     commit_group()
